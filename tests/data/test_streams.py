@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from support.cells import cells
+from support.cells import cells, meshes
 from support.models import tiny
 from support.proven import assert_proven
 from support.records import numbers
@@ -228,14 +228,7 @@ def hanging(seq_len: int, reader: int, readers: int) -> Data:
 
 OWN = ["dividing", "generator", "stateful", "stateful_loader", "nodes", "hugging_face"]
 TEXT = ["text", "jsonl", "compressed", "parquet", "saved", "tars", "mixture", "documents"]
-LAYOUTS: dict[str, dict[str, int]] = {
-    "dp=2": {"dp": 2},
-    "pp=2 dp=2": {"pp": 2, "dp": 2},
-    "pp=3": {"pp": 3},
-    "dp=4 with workers": {"dp": 4, "workers": 2},
-    "tp=2": {"tp": 2},
-    "cp=2": {"cp": 2},
-}
+LAYOUTS = meshes("dp=2", "pp=2 dp=2", "pp=3", "dp=4 workers=2", "tp=2", "cp=2")
 KINDS = {kind: kind for kind in OWN + TEXT}
 
 
@@ -264,7 +257,7 @@ def losses(config: Config, folder: Path) -> list[tuple[float, ...]]:
 
 
 MOST = [f"{kind} in {layout}" for kind in KINDS for layout in LAYOUTS]
-DEFAULT = ["stateful in dp=4 with workers", "mixture in pp=2 dp=2", "jsonl in pp=3"]
+DEFAULT = ["stateful in dp=4 workers=2", "mixture in pp=2 dp=2", "jsonl in pp=3"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from support.cells import cells
+from support.cells import cells, meshes
 from support.commands import command
 from support.exported import LLAMA, byte_text, trained
 from support.world import run_world
@@ -53,10 +53,7 @@ def by_hand(config: Config) -> tuple[float, int, int]:
     return nats, int(tokens), int(length)
 
 
-LAYOUTS = cells({"dp2": {"dp": 2}}, {"pp2-tp2": {"pp": 2, "tp": 2}})
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cells(meshes("dp=2"), meshes("pp=2 tp=2")))
 def test_perplexity_and_bits_a_byte_are_those_of_plain_torch(
     run: Config, layout: Any, tmp_path: Path
 ) -> None:

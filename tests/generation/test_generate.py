@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from support.cells import cells
+from support.cells import cells, meshes
 from support.exported import GPT2, LLAMA, MOE, byte_text, trained, with_args
 from support.families import deepseek, gpt_oss
 from support.hf_tiny import SIZES, model_of
@@ -109,14 +109,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 TEXTS = ["def", "größe", "\treturn x, y, ", "a", "12", "''"]
-LAYOUTS = cells(
-    {"tp2": {"tp": 2}},
-    {"pp2-tp2-chunked": {"pp": 2, "tp": 2, "loss": ChunkedCrossEntropy(chunk=8)}},
-    {"pp2-dp2-chunked": {"pp": 2, "dp": 2, "loss": ChunkedCrossEntropy(chunk=8)}},
-)
+CHUNKED = {"loss": ChunkedCrossEntropy(chunk=8)}
+LAYOUTS = meshes("tp=2")
+MORE_LAYOUTS = {"pp=2 tp=2, chunked": {"pp": 2, "tp": 2, **CHUNKED}}
+LAST_LAYOUTS = {"pp=2 dp=2, chunked": {"pp": 2, "dp": 2, **CHUNKED}}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cells(LAYOUTS, MORE_LAYOUTS, LAST_LAYOUTS))
 def test_sampling_in_a_runs_layout_matches_one_process(
     run: Config, layout: Any, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from support import saved_runs
+from support.cells import cells
 from support.families import hf, moe
 from support.models import tiny
 from support.world import run_world
@@ -238,8 +239,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     # three grains a rank: in a tree of those no two ranks may be exchanged
     "experts": ({**MOE, "batch_size": 6}, [{"dp": 2, "ep": 2}]),
 }
-MORE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "llama": (
+MORE_LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "llama, more": (
         {"grain": 2},
         [
             {"pp": 2, "dp": 2, "fsdp": Fsdp(zero=zero), "schedule": schedule}
@@ -258,12 +259,15 @@ MORE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         | {"optimizer": CustomOptimizer("torch.optim.Adam", {"fused": True, "weight_decay": 0.1})},
         [{"dp": 2}, {"pp": 2, "dp": 2, "fsdp": Fsdp(zero=3)}],
     ),
-    "attention": (
+    "attention, more": (
         ATTENDING,
         [{"dp": 4, "fsdp": Fsdp(zero=3)}, {"pp": 2, "dp": 2, "schedule": "zbvzerobubble"}],
     ),
-    "own": (OWN, [{"pp": 2, "dp": 2, "schedule": "dualpipev", "fsdp": Fsdp(zero=1)}, {"pp": 4}]),
-    "gpt2 bf16": (GPT2, [{"pp": 2, "dp": 2, "schedule": "zbvzerobubble"}, {"dp": 4}]),
+    "own, more": (
+        OWN,
+        [{"pp": 2, "dp": 2, "schedule": "dualpipev", "fsdp": Fsdp(zero=1)}, {"pp": 4}],
+    ),
+    "gpt2 bf16, more": (GPT2, [{"pp": 2, "dp": 2, "schedule": "zbvzerobubble"}, {"dp": 4}]),
     "moe": (MOE, [{"dp": 2}, {"pp": 2, "dp": 2}, *EXPERTS]),
     "moe with top_k=1 in bf16": (
         {"model": moe(num_hidden_layers=4, num_experts_per_tok=1), "precision": BF16},
@@ -281,15 +285,12 @@ MORE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
-def layouts_agree(trained: dict[str, Any], others: list[dict[str, Any]], folder: Path) -> None:
-    first = bits(exact(folder, **trained))
+@pytest.mark.parametrize("case", cells(LAYOUTS, MORE_LAYOUTS))
+def test_exact_layouts_are_bitwise_equal(case: Any, tmp_path: Path) -> None:
+    trained, others = case
+    first = bits(exact(tmp_path, **trained))
     for other in others:
-        assert bits(exact(folder, **trained | other)) == first, other
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_exact_layouts_are_bitwise_equal(name: str, tmp_path: Path) -> None:
-    layouts_agree(*LAYOUTS[name], tmp_path)
+        assert bits(exact(tmp_path, **trained | other)) == first, other
 
 
 @pytest.mark.parametrize(
@@ -361,12 +362,6 @@ def test_a_resume_with_other_grains_is_refused(tmp_path: Path) -> None:
         config = replace(first, steps=2, numerics=numerics, schedule=schedule)
         (told,) = saved_runs.train_all(config)
         assert re.search(key, told), told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
-def test_more_exact_layouts_are_bitwise_equal(name: str, tmp_path: Path) -> None:
-    layouts_agree(*MORE[name], tmp_path)
 
 
 def test_settings_that_are_not_exact_are_refused() -> None:

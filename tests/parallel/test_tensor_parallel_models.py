@@ -52,13 +52,13 @@ def divided(model: Model, pp: int = 1, dp: int = 1, tp: int = 2, **changes: Any)
 
 
 SCALING = divided(Model("support.wrong_plans.Model", {"attention": "Scaling"}, PLAN))
-QUICK = {
+LAYOUTS = {
     # a part of the sequence between layers
     "own": divided(OWN, activation_checkpoint=ActivationCheckpoint("full")),
     # whole activations between layers; both ranks have the one head of keys and values
     "hf llama": divided(hf("llama", num_key_value_heads=1, num_hidden_layers=2)),
 }
-MORE = {
+MORE_LAYOUTS = {
     "own, which changes what is gathered": SCALING,
     "own, weight gradients later": divided(OWN, 2, schedule=ZeroBubbleSchedule()),
     "a vocabulary of 97": divided(llama(vocab_size=97), 2, 1, 2),
@@ -98,14 +98,14 @@ def test_copies_on_several_ranks_do_not_drift_apart(tmp_path: Path) -> None:
     assert one == other
 
 
-@pytest.mark.parametrize("config", cells(QUICK, MORE))
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
 def test_a_tensor_parallel_model_matches_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path, timeout=300)
 
 
 def test_an_activation_changed_in_place_is_not_gathered_again() -> None:
     """Nor where blocks are compiled, which do not look at it."""
-    again = [make_plan(c).transforms["tp"].ranks.gathers_again for c in (SCALING, QUICK["own"])]
+    again = [make_plan(c).transforms["tp"].ranks.gathers_again for c in (SCALING, LAYOUTS["own"])]
     assert again == [False, True]
 
 

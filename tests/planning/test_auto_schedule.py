@@ -36,8 +36,8 @@ from titanlike.training.train_plan import TrainPlan, make_plan
 
 H100 = {"hardware": shipped("h100_sxm")}
 AUTO = AutoSchedule(microbatches=4)
-WAYS = {"2 ranks": tiny(pp=2, schedule=replace(AUTO, search="split", memory=0.8), **H100)}
-MORE_WAYS = {
+LAYOUTS = {"2 ranks": tiny(pp=2, schedule=replace(AUTO, search="split", memory=0.8), **H100)}
+MORE_LAYOUTS = {
     "4 ranks and FSDP, tied": tiny(pp=4, dp=2, schedule=AUTO, tied=True, layers=12, **H100),
     "tp=2, bf16, weight gradients together": tiny(
         pp=2,
@@ -55,7 +55,7 @@ def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_schedule, "trials_for", lambda problems: 30)
 
 
-@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS))
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
 def test_a_searched_order_trains_the_same_model(config: Config, tmp_path: Path) -> None:
     assert_proven(with_found_order(replace(config, run_dir=str(tmp_path))), tmp_path)
 

@@ -62,7 +62,7 @@ def counts(*numbers: int) -> dict[str, int]:
 # Six units of FSDP (embedding, four blocks, head), one of them a rank's in a pipeline of four, with
 # the embedding; eight microbatches. In all: tokens, and the norm with the loss of all ranks.
 ONE_BY_ONE = Schedule("1f1b", 8)
-ROWS: dict[str, tuple[Config, dict[str, int]]] = {
+LAYOUTS: dict[str, tuple[Config, dict[str, int]]] = {
     "dp=1024, ZeRO 1": (layout(1, 1024, fsdp=Fsdp(1)), counts(3, 2, 6, 6)),
     # the inputs of attention and of the MLP are gathered again in each backward
     "pp=4 dp=64 tp=4": (layout(4, 64, ONE_BY_ONE, tp=4), counts(6, 4, 42 + 2 * 8, 42, 8)),
@@ -72,7 +72,7 @@ ROWS: dict[str, tuple[Config, dict[str, int]]] = {
         counts(4, 2, 12, 6, 4 * 10),
     ),
 }
-MORE: dict[str, tuple[Config, dict[str, int]]] = {
+MORE_LAYOUTS: dict[str, tuple[Config, dict[str, int]]] = {
     "dp=4, ZeRO 1": (layout(1, 4, fsdp=Fsdp(1)), counts(3, 2, 6, 6)),
     "dp=1024, ZeRO 2": (layout(1, 1024, fsdp=Fsdp(2)), counts(3, 2, 6, 6)),
     "dp=1024, ZeRO 3": (layout(1, 1024, fsdp=Fsdp(3)), counts(3, 2, 12, 6)),
@@ -89,7 +89,7 @@ MORE: dict[str, tuple[Config, dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("row", cells(ROWS, MORE))
+@pytest.mark.parametrize("row", cells(LAYOUTS, MORE_LAYOUTS))
 def test_what_a_rank_sends_in_a_step(row: tuple[Config, dict[str, int]]) -> None:
     config, expected = row
     assert counted(config) == expected

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from support import memory_layouts
 from support.cells import GRID, cells, slow
 from support.command_lines import examined
 from support.live_memory import measured
-from support.memory_layouts import LAYOUTS, MODEL, estimated_and_measured, layout
+from support.memory_layouts import MODEL, estimated_and_measured, layout
 from support.world import run_world
 from titanlike.config.optimizer import ParameterGroup
 from titanlike.config.optimizers.adamw import AdamW
@@ -44,11 +45,11 @@ def small(*mesh_and_schedule: Any, layers: int, **changes: Any) -> Config:
 
 
 _1F1B = Schedule("1f1b", 8)
-QUICK = {
+LAYOUTS = {
     "pp=2": small(2, 1, Schedule("1f1b", 4), layers=2),
-    "partial sums": LAYOUTS["1f1b, pp=1, exact"],
+    "partial sums": memory_layouts.LAYOUTS["1f1b, pp=1, exact"],
 }
-MORE = {
+MORE_LAYOUTS = {
     "dp=2, ZeRO 3, bf16, selective": small(
         1,
         2,
@@ -64,15 +65,16 @@ MORE = {
         2, 1, _1F1B, optimizer=AdamW(groups={"*mlp*": ParameterGroup(optimizer="sgd")})
     ),
     "cp=2": layout(2, 1, _1F1B, cp=2),
-    **LAYOUTS,
+    **memory_layouts.LAYOUTS,
 }
-del MORE["1f1b, pp=1, exact"]
-LEFT_OUT = {
-    name: MORE.pop(name) for name in ("1f1b, pp=1 dp=2, ZeRO 3", "1f1b, pp=1 tp=2, large logits")
+del MORE_LAYOUTS["1f1b, pp=1, exact"]
+LAST_LAYOUTS = {
+    name: MORE_LAYOUTS.pop(name)
+    for name in ("1f1b, pp=1 dp=2, ZeRO 3", "1f1b, pp=1 tp=2, large logits")
 }
 
 
-@pytest.mark.parametrize("config", cells(QUICK, MORE, LEFT_OUT))
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS, LAST_LAYOUTS))
 def test_estimated_and_counted_memory_match_real_ranks(config: Config, tmp_path: Path) -> None:
     every = run_world(measured, config, tmp_path)
     size = config.world_size // config.pp  # of a stage's ranks, whose experts receive more or fewer
@@ -99,7 +101,9 @@ def test_a_rank_takes_less_the_more_tensor_parallel_ranks_there_are(tmp_path: Pa
     """Parameters, their state and activations are divided; norms and messages of exchanges are
     not."""
     names = ("1f1b, pp=1", "1f1b, pp=1 tp=2", "1f1b, pp=1 tp=4")
-    one, two, four = (estimated_and_measured(LAYOUTS[name], tmp_path / name)[1] for name in names)
+    one, two, four = (
+        estimated_and_measured(memory_layouts.LAYOUTS[name], tmp_path / name)[1] for name in names
+    )
     assert two < 0.56 * one and four < 0.33 * one
 
 

@@ -214,8 +214,8 @@ def sums_sent(config: Config, worker: Worker) -> Counter[str]:
     return sent
 
 
-QUICK = {"dp=2, ZeRO 2": exact(dp=2, zero=2), "replicas": exact(dp=4, replicate=2, grain=2)}
-MORE = {
+LAYOUTS = {"dp=2, ZeRO 2": exact(dp=2, zero=2), "replicas": exact(dp=4, replicate=2, grain=2)}
+MORE_LAYOUTS = {
     "pp=2 dp=2": exact(2, 2),
     "dp=2, ZeRO 3, bf16": exact(dp=2, zero=3, precision=Precision("bf16")),
     "replicas, ZeRO 3": exact(dp=4, zero=3, replicate=2, grain=2),
@@ -228,7 +228,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("config", cells(QUICK, MORE))
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
 def test_traffic_of_exact_reductions_is_as_planned(config: Config, tmp_path: Path) -> None:
     sent = run_world(sums_sent, config, tmp_path)
     estimate = make_estimate(config, shipped("cpu"))

@@ -53,26 +53,26 @@ BF16, FLOAT8 = Precision("bf16"), Float8Precision(min_features=16)
 SCALED = {"bf16": 1.02, "float8": 1.1}  # what a fault multiplies a gradient with
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
 
-SMALL = [  # float8, whose library each rank imports, has tests of its own
+AFFORDABLE = [  # float8, whose library each rank imports, has tests of its own
     cell
     for cell in random_cells(1000, seed=1)
     if 1 < ranks(cell) <= 4 and cell["precision"] != "float8"
 ]
-QUICK = one_of_each(SMALL)
+SAMPLE = one_of_each(AFFORDABLE)
 PATIENCE = 300  # seconds: eight ranks on a busy machine; blocks that are compiled
-MORE = random_cells(200, seed=0)
+RANDOM = random_cells(200, seed=0)
 COMPILED = [  # of a ring, which cannot be traced, torch.compile makes nothing
     *(cell for cell in one_of_each(PAIRS) if ranks(cell) < 8 and cell["cp"] != "ring"),
-    *(cell for cell in MORE[:30] if cell["cp"] != "ring"),
+    *(cell for cell in RANDOM[:30] if cell["cp"] != "ring"),
 ]
 
 
 @pytest.mark.parametrize(
     "cell",
     [
-        *(pytest.param(cell, id=name_of(cell)) for cell in QUICK),
+        *(pytest.param(cell, id=name_of(cell)) for cell in SAMPLE),
         *(pytest.param(cell, id=name_of(cell), marks=pytest.mark.slow) for cell in PAIRS),
-        *(pytest.param(cell, id=f"random: {name_of(cell)}", marks=GRID) for cell in MORE),
+        *(pytest.param(cell, id=f"random: {name_of(cell)}", marks=GRID) for cell in RANDOM),
     ],
 )
 def test_every_pair_of_values_matches_one_process(cell: Cell, tmp_path: Path) -> None:
@@ -96,10 +96,10 @@ def test_the_table_of_pairs_is_that_of_the_dimensions() -> None:
             assert (pair in met) == possible(dict(pair)), pair
 
 
-WAYS = {  # what no dimension has
+LAYOUTS = {  # what no dimension has
     "fewer microbatches than stages": tiny(pp=4, schedule=Schedule("1f1b", 2)),
 }
-MORE_WAYS = {
+MORE_LAYOUTS = {
     "two blocks in a V of eight": tiny(pp=4, schedule="zbvzerobubble", layers=2),
     "three stages a rank, uneven": tiny(
         pp=2, dp=2, schedule=LoopedSchedule("loopedbfs", None, 3), layers=7
@@ -112,7 +112,7 @@ MORE_WAYS = {
 }
 
 
-@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS))
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
 def test_layouts_outside_of_the_table_match_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -22,6 +23,11 @@ def cells(
         if name not in more
     ]
     return [pytest.param(case, id=name) for name, case in default.items()] + slow_ones + others
+
+
+def meshes(*names: str) -> dict[str, dict[str, int]]:
+    """Layouts by their names, "pp=2 dp=2", as keys of a config; "one process" has none."""
+    return {name: {k: int(n) for k, n in re.findall(r"(\w+)=(\d+)", name)} for name in names}
 
 
 def slow(*cases: Any, marks: Any = pytest.mark.slow) -> Cells:

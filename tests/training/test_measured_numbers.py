@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from support.cells import meshes
 from support.models import tiny
 from support.opened import opened
 from support.world import run_world
@@ -57,12 +58,15 @@ def records(config: Config, worker: Worker) -> list[dict[str, Any]]:
         del MEASURED[-len(ENTRIES) :]
 
 
-LAYOUTS = [tiny(), tiny(pp=2, dp=2), tiny(dp=2, replicate=2), tiny(tp=2)]
+LAYOUTS = meshes("one process", "pp=2 dp=2", "dp=2 replicate=2", "tp=2")
 
 
-@pytest.mark.parametrize("config", LAYOUTS, ids=["one", "pp=2 dp=2", "replicas", "tp=2"])
-def test_a_metric_covers_the_full_model_in_every_layout(config: Config, tmp_path: Path) -> None:
-    (alone,) = run_world(records, LAYOUTS[0], tmp_path / "one")
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_metric_covers_the_full_model_in_every_layout(
+    layout: dict[str, int], tmp_path: Path
+) -> None:
+    config = tiny(**layout)
+    (alone,) = run_world(records, tiny(), tmp_path / "one")
     for of_rank in run_world(records, config, tmp_path / "layout"):
         for record, expected in zip(of_rank, alone, strict=True):
             norms = record["norms"]

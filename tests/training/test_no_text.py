@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import titanlike
-from support.cells import cells
+from support.cells import cells, meshes
 from support.models import tiny
 from support.runs import train_each
 from support.world import run_world
@@ -93,7 +93,7 @@ def unet(folder: Path, **changes: Any) -> Config:
     return replace(config, **changes)
 
 
-LAYOUTS = cells({"pp=2 dp=2": {"pp": 2, "dp": 2}}, {"dp=4": {"dp": 4}, "pp=3": {"pp": 3}})
+LAYOUTS, MORE_LAYOUTS = meshes("pp=2 dp=2"), meshes("dp=4", "pp=3")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def trained(config: Config) -> list[dict[str, Any]]:
     return read_jsonl(Path(config.run_dir) / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cells(LAYOUTS, MORE_LAYOUTS))
 def test_layouts_have_the_losses_of_one_process_and_those_of_all_of_a_ragged_set(
     layout: dict[str, Any], alone: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.cells import cells
+from support.cells import cells, meshes
 from support.models import tiny
 from support.runs import train_each
 from support.world import run_world
@@ -23,6 +23,7 @@ from titanlike.config.schema import (
     ConstantLr,
     Metrics,
     Numerics,
+    Schedule,
     TokenData,
     Validation,
 )
@@ -102,28 +103,19 @@ def plain(config: Config, step: int) -> dict[str, float]:
 
 FUNCTIONS = {"accuracy": accuracy, "margin": margin}
 CHUNKED = ChunkedCrossEntropy(chunk=24)
-LAYOUTS = cells(
-    {
-        "pp=2 dp=2": {"pp": 2, "dp": 2},
-        "tp=2 chunked": {"tp": 2, "loss": CHUNKED},
-        "cp=2": {"cp": 2},
-    },
-    {
-        "one": {},
-        "chunked": {"loss": CHUNKED},
-        "pp=2 chunked gpipe": {
-            "pp": 2,
-            "loss": CHUNKED,
-            "schedule": tiny(schedule="gpipe").schedule,
-        },
-        "tp=2": {"tp": 2},
-        "pp=2 cp=2 tp=2": {"pp": 2, "cp": 2, "tp": 2},
-        "exact": {"pp": 2, "dp": 2, "numerics": Numerics(name="exact")},
-    },
-)
+LAYOUTS = {
+    **meshes("pp=2 dp=2", "cp=2"),
+    "tp=2, chunked": {"tp": 2, "loss": CHUNKED},
+}
+MORE_LAYOUTS = {
+    **meshes("one process", "tp=2", "pp=2 cp=2 tp=2"),
+    "chunked": {"loss": CHUNKED},
+    "pp=2, chunked, gpipe": {"pp": 2, "loss": CHUNKED, "schedule": Schedule("gpipe")},
+    "exact": {"pp": 2, "dp": 2, "numerics": Numerics(name="exact")},
+}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cells(LAYOUTS, MORE_LAYOUTS))
 def test_a_custom_metric_matches_plain_torch_in_every_layout(
     layout: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from support.cells import cells
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import ActivationCheckpoint, Config, Fsdp, Precision, Schedule
@@ -72,16 +73,17 @@ def compared(config: Config, worker: Worker, kind: type[LayerDrop]) -> tuple[boo
 
 LAYOUTS = {
     "pp=2, dp=2": tiny(pp=2, dp=2, layers=4, schedule=Schedule("1f1b", 2)),
+}
+MORE_LAYOUTS = {
     "pp=2, zbv": tiny(pp=2, layers=4, schedule=Schedule("zbvzerobubble")),
     "dp=2, zero 3, recomputed": tiny(
         dp=2, layers=4, fsdp=Fsdp(3), activation_checkpoint=ActivationCheckpoint("full")
     ),
     "bf16": tiny(pp=2, layers=4, precision=Precision("bf16")),
 }
-SLOW = [pytest.param(c, id=n, marks=pytest.mark.slow) for n, c in [*LAYOUTS.items()][1:]]
 
 
-@pytest.mark.parametrize("config", [pytest.param(LAYOUTS["pp=2, dp=2"], id="pp=2, dp=2"), *SLOW])
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
 def test_a_custom_transform_matches_one_process(config: Config, tmp_path: Path) -> None:
     agrees, groups = run_world(compared, config, tmp_path, LayerDrop)[0]
     assert agrees and groups > 1, "the reference computes the layout's microbatches"

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from support.cells import cells
+from support.cells import cells, meshes
 from support.models import tiny
 from support.runs import train_each
 from support.world import run_world
@@ -60,13 +60,11 @@ def by_hand(config: Config, step: int) -> dict[str, float]:
     return found | {"val_loss": sum(found.values()) / len(found)}
 
 
-LAYOUTS = cells(
-    {"pp=2 dp=2": {"pp": 2, "dp": 2}},
-    {"one": {}, "tp=2": {"tp": 2}, "cp=2 dp=2": {"cp": 2, "dp": 2}},
-)
+LAYOUTS = meshes("pp=2 dp=2")
+MORE_LAYOUTS = meshes("one process", "tp=2", "cp=2 dp=2")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cells(LAYOUTS, MORE_LAYOUTS))
 def test_every_validation_set_matches_a_plain_loop_in_every_layout(
     layout: dict[str, Any], tmp_path: Path
 ) -> None:
