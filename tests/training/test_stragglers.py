@@ -15,7 +15,7 @@ from support.models import tiny
 from support.saved_runs import events
 from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config, Launch, Schedule, Validation
-from titanlike.distributed import readings
+from titanlike.distributed import async_reads
 from titanlike.distributed.async_reads import Timer
 from titanlike.launch.worker import Worker
 from titanlike.training import stragglers
@@ -100,7 +100,7 @@ def test_ranks_are_compared_with_those_that_have_the_same_work() -> None:
 def test_waits_between_steps_are_not_attributed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a validation ranks wait for each other, too."""
     seconds = iter(range(100))
-    monkeypatch.setattr(readings.time, "perf_counter", lambda: float(next(seconds)))
+    monkeypatch.setattr(async_reads.time, "perf_counter", lambda: float(next(seconds)))
     found = BusyTime(torch.device("cpu"), [])
     for phase in ("validation", "agree", "metrics", "forward and backward", "gradient norm"):
         found.begin(phase)

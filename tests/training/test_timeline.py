@@ -24,7 +24,7 @@ from titanlike.config.schema import Checkpoint, Config, Fsdp, Sample, Schedule, 
 from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
-from titanlike.distributed import readings as clock
+from titanlike.distributed import async_reads as clock
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.driver.tools import timeline as main
 from titanlike.launch.worker import Worker
