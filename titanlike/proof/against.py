@@ -1,4 +1,4 @@
-"""What another framework has written of its training: a folder, `verify.against`, of
+"""Another framework's training, read from a folder (`verify.against`) of
 
     weights.safetensors    parameters before the first step; without it, as the config initializes
     gradients.safetensors  of the first step, before they are clipped
@@ -34,8 +34,8 @@ from titanlike.proof.verification import Found
 
 
 def with_batches(config: Config) -> Config:
-    """The config with the dump's batches for data, and no more steps than it has. Raises
-    ConfigError where it is no dump, or of other sizes."""
+    """The config with the dump's batches as data, and at most its steps. Raises ConfigError if the
+    folder is no dump, or has other sizes."""
     folder = Path(config.verify.against or "").expanduser().absolute()
     try:
         losses = read_object(folder / "steps.json")["losses"]
@@ -58,7 +58,7 @@ def with_batches(config: Config) -> Config:
 
 
 def dumped_batches(folder: str, vocab: int | None, seed: int, steps: int) -> Data:
-    """The samples of these steps, placed so that the run's order gives them as they were."""
+    """The samples of these steps, placed so that the run's data order reproduces them."""
     files = [load_file(f"{folder}/batch{step}.safetensors") for step in range(1, steps + 1)]
     fields = {name: torch.cat([file[name] for file in files]) for name in files[0]}
     count = len(fields["inputs"])
@@ -68,7 +68,7 @@ def dumped_batches(folder: str, vocab: int | None, seed: int, steps: int) -> Dat
 
 
 def compare_with_dump(config: Config, exact: Reference, rounded: Reference | None) -> Found:
-    """Losses, and gradients in the order of the backward, of the dump against one process."""
+    """Compare the dump's losses and gradients (in backward order) with one process."""
     rows, whats = [], {}
     losses = read_object(Path(config.verify.against or "") / "steps.json")["losses"]
     for step, loss in enumerate(losses[: config.verify.steps], 1):

@@ -1,4 +1,4 @@
-"""Comparisons of tensors with the reference: what each rank finds of a tensor, and tolerances."""
+"""Comparisons of tensors with the reference: each rank's findings, and tolerances."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from titanlike.torch_private.dtensor import local
 
 LOSS_TOLERANCE = 1e-6  # relative, fp32
 GRADIENT_TOLERANCE = 1e-6  # absolute at gradients of order one, fp32
-RELATIVE_TOLERANCE = 1e-4  # norm against norm, so that small gradients are compared, too
-# times the error that one process makes by rounding: in bf16, in fp32 where it grows (`explain`);
-# Adam's updates, of the size of the learning rate whatever a gradient is, differ more
+RELATIVE_TOLERANCE = 1e-4  # norm of the difference over norm, so that small gradients count, too
+# multiples of one process's rounding error: in bf16, or in fp32 if it grows (`explain`); Adam's
+# updates, which have the size of the learning rate for any gradient, differ more
 ROUNDING = {"update": 5.0, "gradient": 3.0, "state": 3.0, "buffer": 3.0, "loss": 3.0}
 ROUNDING |= dict.fromkeys(("norm", "rate"), 3.0)
-BF16_FLOOR = 2.0**-8  # bf16: half of its last digit, relative
-SIZE_TOLERANCE = 1e-2  # bf16: of a gradient's part along the right one
+BF16_FLOOR = 2.0**-8  # bf16: half an ulp, relative
+SIZE_TOLERANCE = 1e-2  # bf16: of a gradient's projection on the reference
 NEGLIGIBLE = 1e-9  # absolute difference of gradients or updates, fp32
-# Updates: norm of the difference against norm of the update, over the elements whose gradient is
-# larger than its rounding or exactly zero. Adam divides a gradient by its own size: where it is
-# almost zero, its last bit decides the sign of the update.
+# Updates: norm of the difference over norm of the update, on elements whose gradient exceeds its
+# rounding or is exactly zero. Adam divides a gradient by its size: if it is almost zero, its last
+# bit decides the sign of the update.
 UPDATE_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
-# of the root mean square of a gradient
+# relative to the root mean square of a gradient
 RELIABLE = {"fp32": 1e-3, "bf16": 1e-1, "float8": 0.5, "mxfp8": 0.5}
 
-# what of a Comparison is added, and of what the largest counts, where the parts of a tensor are
-# merged
+# fields of a Comparison that are summed, and those that are maximized, when a tensor's parts merge
 _SUMS = {"elements", "squared", "scale", "along", "rounding_along"}
 _SUMS |= {"along_base", "base_scale", "digits", "cut"}
 _MAXIMA = {"largest", "difference"}
@@ -39,24 +38,24 @@ _MAXIMA = {"largest", "difference"}
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one rank compared of one tensor; comparisons of the same tensor add up."""
+    """One rank's comparison of one tensor; comparisons of the same tensor are added."""
 
     kind: str
     name: str
     elements: int
     largest: float  # absolute value of the reference
-    difference: float  # largest absolute difference; infinite where something is missing
+    difference: float  # largest absolute difference; infinite if something is missing
     squared: float  # sum of squared differences
-    scale: float  # sum of squares of what the difference is relative to
-    along: float  # sum of the differences times what they are relative to
+    scale: float  # sum of squares of the base of relative differences
+    along: float  # sum of the differences times that base
     rounding: float | None  # as `squared`, of one process in bf16
     rounding_along: float  # as `along`
-    amplified: bool = False  # fp32: rounding alone differs as much by now (see `explain`)
-    tolerance: float | None = None  # relative, in place of that of the kind
-    along_base: float = 0.0  # as `along`, of the weights that are updated
+    amplified: bool = False  # fp32: rounding alone explains the difference (see `explain`)
+    tolerance: float | None = None  # relative, instead of the kind's
+    along_base: float = 0.0  # as `along`, with the updated weights
     base_scale: float = 0.0
-    digits: float = 0.0  # elements of a gradient with more digits than bf16, in one process in bf16
-    cut: float = 0.0  # those of them that have none here
+    digits: float = 0.0  # gradient elements with more digits than bf16 in the bf16 reference
+    cut: float = 0.0  # those of them without these digits here
 
     def __add__(self, other: Comparison) -> Comparison:
         both = {name: (getattr(self, name), getattr(other, name)) for name in _SUMS | _MAXIMA}
@@ -79,7 +78,7 @@ class Comparison:
 
     @property
     def factor(self) -> float:
-        """What it is times the reference, if it is a multiple of that."""
+        """The factor to the reference, if the tensor is a multiple of it."""
         return 1 + self.along / self.scale if self.scale else math.inf
 
     @property
@@ -89,7 +88,7 @@ class Comparison:
 
     @property
     def summed_in_bf16(self) -> bool:
-        """Whether a gradient lacks the digits that sums over microbatches and ranks have in fp32."""
+        """Whether a gradient lacks the digits of an fp32 sum over microbatches and ranks."""
         return self.cut > 0.5 * self.digits
 
     @property
@@ -116,8 +115,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """A word for the table: ok, DIFFERS, rounding; or that a difference, however large beside
-        the reference, is below what is compared."""
+        """A word for the table: ok, DIFFERS, rounding; or that the difference is too small to be
+        compared."""
         if not self.agrees:
             return "DIFFERS"
         relative = UPDATE_TOLERANCE["fp32"] if self.kind == "update" else RELATIVE_TOLERANCE
@@ -127,8 +126,8 @@ class Comparison:
         return f"below {NEGLIGIBLE:.0e}" if negligible and self.relative > relative else "ok"
 
     def explain(self, squared: float) -> Comparison:
-        """This one, `amplified` if it differs no more than ROUNDING allows, where `squared` is the
-        sum of squares by which rounding alone changes the reference."""
+        """Set `amplified` if the difference is within ROUNDING; squared: the sum of squares by
+        which rounding alone changes the reference."""
         if self.agrees:
             return self
         allowed = ROUNDING[self.kind] * math.sqrt(squared)
@@ -136,11 +135,11 @@ class Comparison:
 
     def _has_the_right_size(self, rounding: float) -> bool:
         """Whether a gradient is as large as one process's in this precision: rounding errors point
-        in all directions, so that of their norm little is left along the gradient itself; the
-        share by which float8 makes all of them smaller, both have."""
+        in all directions, so little of their norm is along the gradient; float8's shrinkage is in
+        both."""
         if self.kind not in ("gradient", "state"):
             return True
-        # deviations of the difference of two that are independent
+        # standard deviation of the difference of two independent ones
         random = 6 * math.sqrt(2 * rounding * self.scale / self.elements)
         along = abs(self.along - self.rounding_along)
         return along <= max(random, SIZE_TOLERANCE * self.scale)
@@ -158,11 +157,11 @@ def compare(
     part: Part | None = None,
     tolerance: float | None = None,
 ) -> Comparison:
-    """This rank's part of a tensor against the same part of the reference.
+    """Compare this rank's part of a tensor with the same part of the reference.
 
-    base: differences are relative to reference - base (an update), not to the reference.
-    in_bf16: the reference's tensor computed in bf16; mask: of the elements that are compared; part:
-    of a parameter of which a rank has a part.
+    base: differences are relative to reference - base (an update), not to the reference. in_bf16:
+    the reference's tensor computed in bf16; mask: the elements to compare; part: the rank's part of
+    a parameter.
     """
     if mine is None:
         rounding = None if in_bf16 is None else 0.0
@@ -197,7 +196,7 @@ def compare(
         name,
         own.numel(),
         right.abs().max().item() if right.numel() else 0.0,
-        # infinite if there is a NaN, which no comparison would notice
+        # infinite for a NaN, which no comparison would notice
         difference.abs().nan_to_num(math.inf).max().item() if own.numel() else 0.0,
         difference.square().sum().nan_to_num(math.inf).item(),
         scale.square().sum().item(),
@@ -217,14 +216,14 @@ def _more_digits(tensor: Tensor) -> Tensor:
 
 
 def reliable(gradient: Tensor, precision: str) -> Tensor:
-    """Where a gradient is large enough for its sign not to be rounding, or exactly zero."""
+    """Where a gradient's sign is not rounding, or it is exactly zero."""
     size = gradient.abs()
     limit = max(RELIABLE[precision] * gradient.square().mean().sqrt().item(), NEGLIGIBLE)
     return (size > limit) | (size == 0)
 
 
 def merge(ranks: list[list[Comparison]]) -> list[Comparison]:
-    """All ranks' comparisons, added up by tensor."""
+    """All ranks' comparisons, merged by tensor."""
     merged: dict[tuple[str, str], Comparison] = {}
     for comparison in chain.from_iterable(ranks):
         key = (comparison.kind, comparison.name)

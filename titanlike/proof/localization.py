@@ -1,10 +1,10 @@
-"""Where a layout that fails `verify` departs from one process: the first tensor of a step, what
-differs in it, and the dimensions of the layout without which it passes.
+"""Locates where a layout that fails `verify` departs from one process: the first tensor of a step
+that differs, how it differs, and the dimensions of the layout without which it passes.
 
-1. One process computes the reference once more, in the layout's microbatches, and a `Recorder` keeps
-   what goes into and comes out of each module, and the gradients of that.
-2. The layout is tried with one dimension less at a time, until the least that still fails is found.
-3. That one is recorded, too; each rank compares its part with the reference, in its order.
+1. One process computes the reference again, in the layout's microbatches, and a `Recorder` keeps
+   each module's inputs and outputs, and their gradients.
+2. The layout is tried with one dimension less at a time, until the smallest failing one is found.
+3. That one is recorded, too; each rank compares its part with the reference, in execution order.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ from titanlike.training.build import Run
 from titanlike.training.session import open_data_on_every_rank
 
 _STEPS = "steps.pt"
-_NEAR = 1e-2  # of factors of small updates, which are rounded beside the weights
+_NEAR = 1e-2  # relative; small updates are rounded when added to weights
 _OF_STEP = re.compile(r" of step (\d+)$")
 
 
-# --- the least layout that fails ------------------------------------------------------------------
+# --- the smallest failing layout ------------------------------------------------------------------
 
 _MESH = ("pp", "cp", "tp", "ep", "replicate", "dp")
 
 
 def smaller(config: Config, microbatches: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(a dimension, the keys without it; "" = with less of it); microbatches: of the global batch,
-    which are kept."""
+    """Yield (a dimension, the keys without it; "" = with less of it); microbatches: of the global
+    batch, unchanged."""
     if config.compile:
         yield "compile=true", {"compile": False}
     if config.activation_checkpoint.name != "none":
@@ -89,7 +89,7 @@ def smaller(config: Config, microbatches: int) -> Iterator[tuple[str, dict[str, 
 def least_failing(
     config: Config, microbatches: int, fails: Callable[[Config], bool | None]
 ) -> tuple[Config, list[str], bool]:
-    """(the least config that fails, its dimensions, whether it is known to pass without any of
+    """(the smallest failing config, its dimensions, whether it is known to pass without any of
     them); fails: None = it cannot run."""
     needed: list[str] = []
     known = True
@@ -119,7 +119,7 @@ def axis_text(needed: list[str], known: bool) -> str:
 
 
 def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
-    """Find the first difference of a layout that fails, and print it; returns its fields, see
+    """Find and print the first difference of a failing layout; return its fields, see
     `first_place`. Collective."""
     wrong = [row for row in found.rows if not row.agrees]
     if all(row.name != VALIDATION_LOSS for row in wrong):
@@ -141,7 +141,7 @@ def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
         attempts.prepare(config, Recorder(frozenset(), step))
     shares = frozenset(row.name for row in wrong if row.kind == "gradient")
     least, needed, known = least_failing(config, attempts.microbatches, attempts.fails)
-    # hooks would take compiled blocks apart
+    # hooks would break compiled blocks' graphs
     recorded = attempts.run(least, None if least.compile else Recorder(shares, step))
     operation = attempts.first_operation(config, least, recorded, step)
     barrier(worker, "localized", REFERENCE_TIMEOUT)
@@ -167,8 +167,8 @@ def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
 
 
 def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> dict[str, Any]:
-    """With numerics=exact: the first tensor of a step that is not that of one process, and its
-    element and bit; {} = those of modules are equal. Collective."""
+    """With numerics=exact: the first tensor of a step that differs from one process, with its
+    element and bit; {} = all module tensors are equal. Collective."""
     config, found = replace(config, verify=replace(config.verify, steps=step)), Found([], [], 1)
     folder = worker.run_dir / "first_difference"
     if worker.rank == 0:
@@ -193,7 +193,7 @@ def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> dict
 
 
 def _steps(wrong: list[Comparison], last: int) -> list[int]:
-    """Those that may be the first that differs."""
+    """The steps that may be the first that differs."""
     if any(
         row.kind in ("promise", "initial", "gradient", "buffer") or row.name in EARLY
         for row in wrong
@@ -205,8 +205,7 @@ def _steps(wrong: list[Comparison], last: int) -> list[int]:
 
 
 class Attempts:
-    """Comparisons of layouts on the first ranks of a job with one reference, whose tensors are
-    recorded."""
+    """Comparisons of layouts, on the first ranks of a job, with one recorded reference."""
 
     def __init__(self, config: Config, worker: Worker) -> None:
         self.config, self.worker = config, worker
@@ -232,13 +231,13 @@ class Attempts:
 
     @property
     def failed(self) -> bool | None:
-        """Whether the last attempt has; None = it could not run. The same on all ranks."""
+        """Whether the last attempt failed; None = it could not run. The same on all ranks."""
         return {"agrees": False, "": None}.get(self._answers[-1], True)
 
     def run(
         self, config: Config, recorder: Recorder | None = None, wrong: Wrong | None = None
     ) -> Found | None:
-        """Collective; None on ranks that it has no use for, and where it cannot run."""
+        """Collective; None on unused ranks, and if the layout cannot run."""
         name, result = f"attempt {len(self._answers)}", None
         if self.worker.rank < config.world_size and not problems(config):
             part = apart(self.worker, name, config.world_size)
@@ -260,8 +259,8 @@ class Attempts:
     def first_operation(
         self, config: Config, least: Config, recorded: Found | None, step: int
     ) -> str:
-        """What is said of the first operation before the tensor of a module that is wrong in the
-        last attempt. Collective."""
+        """A text about the first differing operation before the wrong module tensor of the last
+        attempt. Collective."""
         if self._answers[-1] != "in modules":
             return ""
         if least.activation_checkpoint.name != "none":
@@ -287,7 +286,7 @@ class Attempts:
             alone = replace(apart(self.worker, "", 1), local_world_size=1)
             try:
                 compute_reference(config, open_data(config), alone, self._path)
-            except Exception as problem:  # of sizes that do not fit each other
+            except Exception as problem:  # sizes may not fit each other
                 error = str(problem) or type(problem).__name__
         errors = barrier(self.worker, name, REFERENCE_TIMEOUT, error, listens=True)
         return not errors and bool(self.fails(config))
@@ -298,8 +297,8 @@ def first_place(
     config: Config,
     gradients: str = "in what is done to gradients: those of modules' outputs agree",
 ) -> dict[str, Any]:
-    """The place of the first difference, and what differs there; in words as `first`: a line for
-    the place, and lines for what differs."""
+    """The place of the first difference, and how it differs; as `first` in words: a line for the
+    place, and lines for the difference."""
     order = partial(_causes_first, step=found.step)
     wrong = sorted((row for row in found.rows if not row.agrees), key=order)
     rows = [row for row in wrong if row.kind == wrong[0].kind]
@@ -355,7 +354,7 @@ def first_place(
 
 
 def _of_ranks(row: Comparison, found: Found, config: Config) -> What:
-    """What a tensor is times the right one; where it is wrong on some ranks only, on these."""
+    """A tensor's factor to the reference; with the ranks, if only some are wrong."""
     parts = {
         rank: part
         for rank, of in enumerate(found.ranks)
@@ -371,11 +370,11 @@ def _of_ranks(row: Comparison, found: Found, config: Config) -> What:
 
 
 def _of_update(rows: list[Comparison], found: Found, config: Config) -> str:
-    """Why updates are wrong of which the gradients are right; "" = it is not seen."""
+    """Why updates differ although their gradients agree; "" = unknown."""
     if all(row.decayed for row in rows):
         return "by a multiple of the weights: weight decay"
     state = [row for row in found.rows if row.kind == "state" and not row.name.endswith(" step")]
-    state = state or [row for row in found.rows if row.kind == "update"]  # SGD's are as gradients
+    state = state or [row for row in found.rows if row.kind == "update"]  # SGD has no state
     factors, limit = sorted(row.factor for row in state if not row.agrees), config.optimizer.clip
     factor = factors[len(factors) // 2] if factors else math.inf
     near = [each for each in factors if abs(each / factor - 1) < _NEAR]

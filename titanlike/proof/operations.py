@@ -1,8 +1,8 @@
 """The operations of a step between two recorded places, in a layout and in one process: the first
-that is not the same, with the line of the source that calls it.
+that differs, with the source line that calls it.
 
-Operations of one kind are paired from the last one backwards, as far as both have them. What a
-layout alone has, such as a collective, has no pair: it is named, and not judged.
+Operations of one kind are paired from the last one backwards, as far as both have them. Operations
+of the layout only, such as collectives, have no pair: they are named, not compared.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from titanlike.proof.comparison import Comparison
 from titanlike.torch_private import deferred_dynamo
 from titanlike.torch_private.autograd import in_backward, running_node, sequence_number
 
-# files of which no line is told
+# files whose lines are not reported
 _OTHERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), deferred_dynamo.__file__)
 _SHOWN = 3
-# (this rank's result, that of one process, those of ranks that may have parts of a sum) -> (their
-# comparison, whether it is of the sum)
+# (this rank's result, one process's, those of ranks that may have partial sums) -> (their
+# comparison, whether it is the sum's)
 Compared = Callable[[Tensor, Tensor, list[Tensor]], tuple[Comparison | None, bool]]
 
 
 class Operation(NamedTuple):
-    name: str  # as torch has it: aten.mm
-    line: str  # FILE:LINE that calls it; of a backward, that calls its forward
+    name: str  # torch's: aten.mm
+    line: str  # FILE:LINE of its call; for a backward, of its forward's
     results: list[Tensor]
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Operation(NamedTuple):
 
 
 class Operations(TorchDispatchMode):
-    """Keeps what is computed from the place before `end` to `end`, of a step and microbatch."""
+    """Records operations from the place before `end` to `end`, in a step and microbatch."""
 
     supports_higher_order_operators = True
 
@@ -50,10 +50,10 @@ class Operations(TorchDispatchMode):
         self.found: list[Operation] = []
         self._end, self._microbatch, self._closed = end, microbatch, False
         self._backward = end.phase.startswith("gradient")
-        self._lines: dict[int, str] = {}  # of forwards, by autograd's numbers
+        self._lines: dict[int, str] = {}  # forwards' lines, by autograd's sequence numbers
 
     def at(self, place: Any, microbatch: int) -> None:
-        """A place is reached."""
+        """Called when a place is reached."""
         if (place, microbatch) == (self._end, self._microbatch):
             self._closed = True
         elif not self._closed and place.phase != "share":
@@ -61,7 +61,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own operations are those that count
+            return NotImplemented  # its inner operations are recorded
         result = func(*args, **(kwargs or {}))
         name, schema = str(getattr(func, "overloadpacket", func)), getattr(func, "_schema", None)
         returns = schema.returns if schema else ()
@@ -87,7 +87,7 @@ class Operations(TorchDispatchMode):
 
 
 def _line() -> str:
-    """Of the code that is neither torch's nor of the proof."""
+    """The innermost line of code outside of torch and of this package."""
     frame = sys._getframe(2)
     while frame.f_back and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
@@ -100,8 +100,8 @@ def first_operation(
     peers: list[list[Operation]],
     compared: Compared,
 ) -> str:
-    """What is said of the first operation that differs; peers: operations of ranks that may have
-    the other parts of a sum."""
+    """A text about the first operation that differs; peers: operations of ranks that may have the
+    other partial sums."""
     theirs, own = _by_kind(reference), _by_kind(mine)
     others = [_by_kind(operations) for operations in peers]
     agreed, alone, first, part = 0, list[Operation](), "", ""
@@ -136,7 +136,7 @@ def first_operation(
 
 
 def _by_kind(operations: list[Operation]) -> dict[tuple[str, int], Operation]:
-    """By kind, and the number of its kind from the last one backwards; in order."""
+    """Map (name, index from the last of that name) to operations, in order."""
     counts: dict[str, int] = defaultdict(int)
     found = {}
     for operation in reversed(operations):

@@ -1,6 +1,6 @@
-"""What data, loss and model promise in every layout alike, which a comparison of layouts does not
-see: targets are the next tokens, the loss is torch's cross entropy, and a document among others is
-computed as alone."""
+"""Promises of data, loss and model that hold in every layout, so that comparing layouts cannot test
+them: targets are the next tokens, the loss is torch's cross entropy, and a document among others is
+computed as if alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titanlike.config.schema import (
 from titanlike.data.sources import IGNORE, Batch
 from titanlike.optim.loss import logits_of
 
-Pair = tuple[Tensor, Tensor]  # what there is, and what is promised
+Pair = tuple[Tensor, Tensor]  # (actual, promised)
 
 
 def of_data(config: Config, batch: Batch) -> dict[str, Pair]:
@@ -52,7 +52,7 @@ def loss_in_plain_torch(config: Config, output: object, targets: Tensor) -> Tens
     logits = logits_of(output).detach().double()
     further = logits.shape[1] // rows - 1 if loss.mtp_weight else 0
     total = logits.new_zeros(())
-    for later in range(further + 1):  # token t + 1 + later, from token t
+    for later in range(further + 1):  # token t + 1 + later, predicted from token t
         known = logits[:, later * rows : (later + 1) * rows][:, : rows - later].flatten(0, 1)
         goals = targets[:, later:].flatten()
         each = F.cross_entropy(known, goals, ignore_index=IGNORE, reduction="none")

@@ -1,5 +1,5 @@
-"""What a step computes, recorded module by module, in a layout and in one process, and what
-distinguishes two tensors of these."""
+"""Records a step's tensors module by module, in a layout and in one process, and describes how two
+of them differ."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from titanlike.torch_private.dtensor import local
 from titanlike.training.build import Run
 
 PHASES = ("input", "output", "gradient of the output", "share")
-# of the reference, in the folder of a comparison
+# the reference's files in the folder of a comparison
 TENSORS, OPERATIONS = "tensors.pt", "operations.pt"
-_SAME = 1e-3  # of the norm: a remainder that a description leaves out
-_EXPLAINED = 256  # microbatches of a step whose shares of a gradient are told apart
-_MOST = 8 << 30  # bytes of tensors that are kept
+_SAME = 1e-3  # of the norm: a remainder that a description omits
+_EXPLAINED = 256  # maximum number of microbatches whose gradient shares are distinguished
+_MOST = 8 << 30  # bytes of recorded tensors
 
 
 class Place(NamedTuple):
-    """A tensor of a step: of a module's call in a microbatch, or a microbatch's share of the
-    gradient of a parameter."""
+    """A tensor of a step: of a module's call in a microbatch, or a microbatch's share of a
+    parameter's gradient."""
 
     phase: str  # of PHASES
     name: str
@@ -50,10 +50,10 @@ class Place(NamedTuple):
 
 
 class What(NamedTuple):
-    """What distinguishes a tensor from the right one."""
+    """How a tensor differs from the reference."""
 
     cause: str = ""
-    factor: float | None = None  # by which all of it, or all that is `where`, is multiplied
+    factor: float | None = None  # of all of it, or of the part `where`
     where: str = ""
 
     def __str__(self) -> str:
@@ -63,19 +63,19 @@ class What(NamedTuple):
 
 @dataclass(frozen=True)
 class Wrong:
-    """A tensor of one rank and microbatch that is not equal to the reference's."""
+    """A tensor of one rank and microbatch that differs from the reference."""
 
-    order: int  # among those of the reference
+    order: int  # index in the reference
     place: Place
     rank: int
     microbatch: int  # of the global batch
     relative: float
-    before: float  # the largest relative difference of what comes before it
+    before: float  # the largest relative difference of earlier tensors
     what: What
 
 
 class Recorder(Transform):
-    """Keeps a step's tensors, of whole models or of stages; copies on the CPU."""
+    """Records a step's tensors, of full models or of stages, as copies on the CPU."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class Recorder(Transform):
         bits: bool = False,
         operations: Operations | None = None,
     ) -> None:
-        """shares: parameters, of whose gradient the microbatches' shares are kept. bits: all of
-        them are to be equal. operations: are kept, and no tensors."""
+        """shares: parameters whose gradient is recorded by microbatch. bits: tensors must be
+        bitwise equal. operations: records these instead of tensors."""
         self.operations = operations
         self.of_step, self._bits = step, bits
         self.tensors: dict[tuple[Place, int], Tensor] = {}
-        # of the layout: this rank's part of the gradients of `shares`
+        # this rank's part of the gradients of `shares`
         self.gradients: dict[str, tuple[Tensor, Part | None]] = {}
         self.shares = shares
         self.compared_tensors = 0
@@ -121,7 +121,7 @@ class Recorder(Transform):
         self._on = False
 
     def weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """These, so that the gradient of this microbatch alone is kept of `shares`."""
+        """The weights, with hooks that record this microbatch's gradient of `shares`."""
         if not self._on:
             return weights
         own = {n: w.view_as(w) for n, w in weights.items() if n in self.shares and w.requires_grad}
@@ -158,13 +158,13 @@ class Recorder(Transform):
     def compared(
         self, run: Run, config: Config, folder: Path
     ) -> tuple[list[Wrong], dict[str, What]]:
-        """(What is first in the order of the reference, on all ranks that have it wrong; or else
-        what is wrong with the gradients of `shares`, in the order of the backward). The tensors
-        that are first go into `folder`. Collective.
+        """(the first wrong tensors in the reference's order, of all ranks; or else how the
+        gradients of `shares` differ, in backward order). Writes the first wrong tensors into
+        `folder`. Collective.
 
-        What has no counterpart (tokens in the order of experts) is left out.
+        Tensors without counterpart (tokens in expert order) are skipped.
         """
-        path = folder / TENSORS  # which rank 0 has just written
+        path = folder / TENSORS  # written by rank 0
         reference = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
         order: dict[Place, int] = {}
         for place, _ in reference:
@@ -183,7 +183,7 @@ class Recorder(Transform):
             if row.agrees:
                 before = max(before, row.relative)
                 continue
-            # what a module is given only for its dtype or shape may be anything
+            # inputs that are used only for their dtype or shape may differ
             results = [
                 parts.compared(other[0], value, reference[other])[1]
                 for other, value in self.tensors.items()
@@ -206,7 +206,7 @@ class Recorder(Transform):
         return first, {} if first else self._explained(reference, config)
 
     def operation(self, run: Run, config: Config, folder: Path, wrong: Wrong) -> str:
-        """What is said of the first operation that differs, on the rank that has it. Collective."""
+        """A text about the first operation that differs, on the rank that has it. Collective."""
         assert self.operations is not None
         reference = torch.load(folder / OPERATIONS, map_location="cpu", weights_only=False)
         every, parts = _gathered(self.operations.found), _Parts(run, config, self._bits)
@@ -230,7 +230,7 @@ class Recorder(Transform):
     def _explained(
         self, reference: dict[tuple[Place, int], Tensor], config: Config
     ) -> dict[str, What]:
-        """What is wrong with each gradient: by how often each microbatch's share is in it."""
+        """How each gradient differs: the multiple of each microbatch's share in it."""
         order: dict[str, list[tuple[Place, int]]] = {}
         for place, number in sorted(reference, key=lambda key: key[1]):
             if place.phase == "share":
@@ -261,13 +261,13 @@ def _gathered(mine: Any) -> list[Any]:
 
 
 class _Parts:
-    """Which part of the reference's tensors a rank has: cut by tokens, by the parts of a weight, or
-    by ranks."""
+    """A rank's part of the reference's tensors: cut by tokens, by the parts of a weight, or by
+    ranks."""
 
     def __init__(self, run: Run, config: Config, bits: bool) -> None:
         self._run, self._config, self._bits = run, config, bits
         self._placements: dict[str, Placement] = {}
-        for state in run.stage_states:  # the plan has those of the first rank
+        for state in run.stage_states:  # the plan has the first rank's
             self._placements.update(state.placements)
         tokens = torch.arange(config.seq_len)
         self._tokens = [tokens]
@@ -279,7 +279,7 @@ class _Parts:
         if run.mesh.layer_ranks > 1:
             parts = (t.chunk(run.mesh.layer_ranks) for t in [*self._tokens])
             self._tokens += [part[run.mesh.layer_part] for part in parts if len(part) > 1]
-        # in the order of experts; parts of a sum over ranks that have the same heads
+        # tokens in expert order; partial sums over ranks with the same heads
         names = [name for stage in run.stages for name in experts_of(stage)]
         self._unlike = {(phase, name) for name in names for phase in PHASES[: 3 * divided]}
         repeated = (n for n, p in self._placements.items() if p.part is not None and p.copies > 1)
@@ -288,10 +288,10 @@ class _Parts:
     def compared(
         self, place: Place, mine: Tensor, whole: Tensor
     ) -> tuple[Tensor | None, Comparison | None]:
-        """The part of `whole` that this one is, of those that it can be the nearest."""
+        """The part of `whole` nearest to `mine`, of the possible ones, and its comparison."""
         if place[:2] in self._unlike:
             return None, None
-        # a sum of so many terms is rounded so often
+        # rounding grows with the number of terms
         terms = max(64, *whole.shape) if whole.dim() else 64
         eps = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
         tolerance = 0.0 if self._bits else (16 if eps < 1e-3 else 1) * eps * terms**0.5
@@ -328,7 +328,7 @@ class _Parts:
 
 
 def described(mine: Tensor, right: Tensor, config: Config) -> What:
-    """What distinguishes two tensors of the same shape."""
+    """How two tensors of the same shape differ."""
     mine, right = mine.double(), right.double()
     if not mine.isfinite().all():
         return What(f"{(~mine.isfinite()).sum().item()} elements are not finite")
@@ -360,7 +360,7 @@ def described(mine: Tensor, right: Tensor, config: Config) -> What:
 
 
 def first_bit(mine: Tensor, right: Tensor) -> What:
-    """The first element that is not equal, and its lowest bit that is another."""
+    """The first differing element, and its lowest differing bit."""
     place = tuple((mine != right).nonzero()[0].tolist())
     here, there = mine[place], right[place]
     kind = {2: torch.int16, 4: torch.int32}.get(here.itemsize, torch.int64)
@@ -371,17 +371,17 @@ def first_bit(mine: Tensor, right: Tensor) -> What:
 
 
 def _factor(mine: Tensor, right: Tensor, config: Config) -> What | None:
-    """What the one is times the other; None = it is no multiple."""
+    """The factor between two tensors; None = they are not multiples."""
     scale = right.square().sum().item()
     factor = (mine * right).sum().item() / scale if scale else 0.0
     rest = (mine - factor * right).norm().item()
-    # a remainder of the size of what the factor changes is another fault
+    # a remainder as large as the factor's change is another fault
     most = min(_SAME * max(abs(factor), _SAME), 0.1 * abs(1 - factor)) * scale**0.5
     return times(factor, config) if scale and rest <= most else None
 
 
 def times(factor: float, config: Config) -> What:
-    """Such as "2 times: summed instead of averaged over dp"."""
+    """Describe a factor, as "2 times: summed instead of averaged over dp"."""
     if abs(factor) < _SAME:
         return What("zeros", 0.0)
     factor, causes = float(f"{factor:.5g}"), {-1.0: "the sign"}
@@ -398,8 +398,7 @@ def times(factor: float, config: Config) -> What:
 
 
 def _counted(squares: Any, products: Any, norm: Any, config: Config) -> What | None:
-    """What a gradient is, by least squares, of the shares of microbatches; None = no sum of
-    them."""
+    """A gradient as a least-squares combination of microbatch shares; None = it is none."""
     shares = torch.linalg.lstsq(squares, products[:, None], driver="gelsd").solution.flatten()
     if norm - shares @ products > _SAME**2 * norm:
         return None

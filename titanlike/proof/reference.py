@@ -1,4 +1,4 @@
-"""The reference: a few training steps of the whole model in one process, in plain torch.
+"""The reference: a few training steps of the full model in one process, in plain torch.
 
 `model(x)`, loss, backward, optimizer; no pipeline and no sharding.
 """
@@ -43,8 +43,8 @@ from titanlike.training.transforms import stage_transforms
 if TYPE_CHECKING:
     from titanlike.proof.recorder import Recorder
 
-# Relative change of the weights by which the growth of rounding is measured: layouts' gradients
-# differ from the reference's by some 1e-7 to 1e-6 of their norm.
+# Relative change of the weights to measure how rounding grows: layouts' gradients differ from the
+# reference's by some 1e-7 to 1e-6 of their norm.
 _NUDGE = 2.0**-22
 _NUDGES = 3
 _FILLED = 0.02  # standard deviation
@@ -54,25 +54,27 @@ REFERENCE_TIMEOUT = 24 * 3600.0  # seconds for one process to compute while the 
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process finds. Tensors are fp32 on the CPU, by parameter name."""
+    """One process's results. Tensors are fp32 on the CPU, by parameter name."""
 
     initial: dict[str, Tensor]
-    # of these, those that are all zeros by themselves, and random here: behind a gate of zero
-    # neither a wrong gradient nor mixed samples would be seen; or those of `verify.against`
+    # zero-initialized ones, random here: behind a zero gate neither wrong gradients nor coupled
+    # samples would be seen; or those of `verify.against`
     filled: frozenset[str]
     gradients: dict[str, Tensor]  # of `step`, before clipping
-    reliable: dict[str, Tensor]  # elements whose gradients are no rounding in any step
+    reliable: dict[str, Tensor]  # elements whose gradients exceed rounding in every step
     updated: dict[str, Tensor]  # after the last step
     state: dict[str, Tensor]  # of the optimizer after the last step, by "PARAMETER KEY"
     losses: dict[str, float]  # "loss of step 1", ..., "validation loss", "loss after ..."
     norms: dict[str, float]  # "gradient norm of step 1", ...
     rates: list[dict[str, float]]  # of each step: see `rates_of`
-    # that change once a step, such as a batch norm's; after the first step
+    # buffers that change once a step, such as a batch norm's; after the first step
     buffers: dict[str, Tensor]
-    # sequences of a batch -> equal parts of it that were computed one after the other; none = 1
+    # sequences of a batch -> number of equal parts computed one after the other; none = 1
     groups: Mapping[int, int]
-    step: int = 1  # that is recorded, if any
-    before: dict[str, Tensor] = field(default_factory=dict)  # weights before it, if it is a later
+    step: int = 1  # the recorded one, if any
+    before: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # weights before it, if it is not the first
     promises: dict[str, Pair] = field(default_factory=dict)
 
     @property
@@ -83,8 +85,8 @@ class Reference:
 def reference_steps(
     config: Config, data: Data, device: torch.device, recorder: Recorder | None = None
 ) -> tuple[Reference, Reference | None]:
-    """(in fp32, in bf16 or float8 if the config or an autocast in the model asks for it), each by
-    one process; recorder: of its tensors, in the layout's microbatches and precision."""
+    """(fp32 reference, one in bf16 or float8 if the config, or an autocast in the model, asks for
+    it); recorder: of its tensors, in the layout's microbatches and precision."""
     low, step = config.precision.low, recorder.of_step if recorder else 1
     transforms = _transforms(replace(config, precision=Precision()), data, device)
     mixed = config.mixes_samples or any(transform.by_microbatch for transform in transforms)
@@ -93,7 +95,7 @@ def reference_steps(
     if low:
         of = config, data, device, transforms, torch.float32, groups
         exact = _single_process(*of, step=step)
-        # as the layout: what is rounded to float8 is scaled by the largest of a microbatch
+        # as in the layout: float8 scales are per microbatch
         transforms = _transforms(config, data, device)
         options: dict[str, Any] = {"groups": in_layout, "recorder": recorder, "step": step}
         return exact, _single_process(config, data, device, transforms, torch.bfloat16, **options)
@@ -109,14 +111,14 @@ def reference_steps(
 
 
 def in_one_process(config: Config) -> Config:
-    """The same training in one process."""
+    """The config of the same training in one process."""
     config = replace(config, pp=1, dp=1, replicate=1, tp=1, cp=1, ep=1, split=EvenSplit())
     config = replace(config, schedule=Schedule("1f1b", None), fsdp=Fsdp())
     return replace(config, activation_checkpoint=ActivationCheckpoint())
 
 
 def _transforms(config: Config, data: Data, device: torch.device) -> list[Transform]:
-    """Those of the config that one process has."""
+    """The config's transforms that exist in one process."""
     config = replace(in_one_process(config), compile=False, numerics=Numerics())
     plan = make_plan(config, data)
     return [*stage_transforms(config, one_process(device), plan).values()]
@@ -135,9 +137,9 @@ def rounding_of_one_process(
     """How far rounding alone moves one process in fp32: (kind, name) -> sum of squares, of the
     first step's gradients, of buffers, updates, optimizer state and losses.
 
-    kernels: the same steps a sample at a time, so that kernels get other sizes; or else, as where a
-    model normalizes samples together, from weights that differ by _NUDGE, several times; the
-    largest differences.
+    kernels: repeat the steps one sample at a time, so that kernels get other sizes; else, for
+    models that normalize samples together, from weights changed by _NUDGE, several times, and take
+    the largest differences.
     """
     sizes = (size for _, size, _ in config.ramp_stages())
     runs: list[dict[str, Any]] = [{"groups": {size: size for size in sizes}}]
@@ -145,7 +147,7 @@ def rounding_of_one_process(
         runs = [{"groups": exact.groups, "nudge": seed} for seed in range(_NUDGES)]
     transforms = _transforms(replace(config, precision=Precision()), data, device)
     largest: dict[tuple[str, str], float] = {}
-    # once more: there are process groups now, and code that is wrong with them is no rounding
+    # again, with process groups: code that is wrong with them must not count as rounding
     exact = _single_process(config, data, device, transforms, torch.float32, exact.groups)
     for run in runs:
         other = _single_process(config, data, device, transforms, torch.float32, **run)
@@ -155,8 +157,8 @@ def rounding_of_one_process(
 
 
 def _distances(exact: Reference, other: Reference) -> dict[tuple[str, str], float]:
-    """One figure for all losses before the first update, and one for those after it, since that of
-    a single number may be small by chance."""
+    """One figure for all losses before the first update, and one for those after it, since a single
+    loss's may be small by chance."""
     rows = [
         compare("gradient", name, other.gradients[name], g) for name, g in exact.gradients.items()
     ]
@@ -191,11 +193,11 @@ def _single_process(
     recorder: Recorder | None = None,
     step: int = 1,
 ) -> Reference:
-    """Training steps of the whole model on whole batches, computing in `dtype`.
+    """Train the full model on full batches, computing in `dtype`.
 
-    transforms: what the config asks for in one process. groups: of `Reference`. rounding: the
-    precision of the layout that it is for, if not the config's. nudge: a seed of random changes of
-    the initial weights, of the size _NUDGE. step: whose gradients are kept.
+    transforms: the config's in one process. groups: see `Reference`. rounding: the precision of the
+    compared layout, if not the config's. nudge: seed of random changes of the initial weights, of
+    size _NUDGE. step: whose gradients are kept.
     """
     config = replace(config, dp=1, replicate=1)
     resolved = resolve_model(config)
@@ -369,8 +371,8 @@ EARLY = {VALIDATION_LOSS, loss_name(1), norm_name(1)}
 def state_of(
     optimizers: Iterable[torch.optim.Optimizer], parameter: nn.Parameter
 ) -> dict[str, Tensor]:
-    """What the optimizers remember of a parameter: {} where it was never updated. Adam's mean of
-    squares as its root, which is of the size of a gradient."""
+    """An optimizer's state of a parameter: {} if it was never updated. Adam's second moment as its
+    root, which has the size of a gradient."""
     state = {}
     for key, value in optimizer_state(optimizers, parameter).items():
         if key == "exp_avg_sq":
@@ -381,5 +383,5 @@ def state_of(
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Zero where there is none: the parameter is frozen, or this batch does not reach it."""
+    """The gradient; zeros for a frozen parameter, or one that this batch does not reach."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,19 +1,19 @@
-"""The verify job: a layout against one process in plain torch, on the same batches.
+"""Compares a layout with one process in plain torch, on the same batches.
 
-1. Rank 0 computes the reference (`reference`): in bf16 twice, in fp32 as the reference and in bf16
-   for the size of the rounding; so also where the model's own forward turns autocast on.
-2. All ranks do the same `verify.steps` steps in their layout, with the code that training uses.
-3. Each rank compares its part of each tensor with the reference (`comparison`): initial weights (to
-   the last bit), losses, the first step's gradients, parameters and optimizer state after the last
+1. Rank 0 computes the reference (`reference`): for bf16 twice, in fp32 as the reference and in bf16
+   for the size of rounding; so also if the model's forward turns autocast on.
+2. All ranks run the same `verify.steps` steps in their layout, with training's code.
+3. Each rank compares its part of each tensor with the reference (`comparison`): initial weights
+   (bitwise), losses, the first step's gradients, parameters and optimizer state after the last
    step, the loss after it.
-4. In fp32, where all agree up to the first update and not after it: rank 0 repeats the reference
-   from weights that are changed by rounding, for a model may amplify rounding from step to step. On
-   an accelerator, whose kernels are chosen by sizes and round differently, it first repeats it in
-   other microbatches.
+4. In fp32, if all agree up to the first update but not after it: rank 0 repeats the reference from
+   weights changed by rounding, since a model may amplify rounding from step to step. On an
+   accelerator, whose kernels depend on sizes and round differently, it first repeats it in other
+   microbatches.
 
-A model with batch norm depends on what is normalized together, as does one that mixes samples
-otherwise (`mixes_samples=true`): the reference then runs the same microbatches one after the other.
-Running statistics are those of the whole batch, and are compared as well.
+Batch norm, and models that couple samples (`mixes_samples=true`), depend on what is computed
+together: the reference then runs the same microbatches one after the other. Running statistics are
+the full batch's, and are compared as well.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from titanlike.proof.recorder import Recorder, What, Wrong
 
 _BATCHES = 4  # of a validation with validation.batches=all
-# of comparisons, causes before effects; also "AXIS gradient" and "AXIS update": see
+# kinds of comparisons, causes before effects; also "AXIS gradient" and "AXIS update": see
 # `_compare_copies`
 KINDS = ("promise", "loss", "initial", "gradient", "norm", "buffer", "rate", "update", "state")
 
@@ -78,20 +78,20 @@ def kind_order(row: Comparison) -> tuple[Any, ...]:
 
 
 class OutOfMemory(RuntimeError):
-    """One process cannot hold the model, its gradients and the optimizer's state."""
+    """One process cannot hold the model, its gradients and the optimizer state."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """rows: of all ranks; missing: what is in no stage, a line each; groups: of a whole batch, see
+    """rows: of all ranks; missing: tensors in no stage, a line each; groups: of a full batch, see
     `Reference`."""
 
     rows: list[Comparison]
     missing: list[str]
     groups: int
-    ranks: list[list[Comparison]] = field(default_factory=list)  # what each has of the rows
-    step: int = 1  # whose gradients are compared, from the weights of one process
-    # where it was recorded
+    ranks: list[list[Comparison]] = field(default_factory=list)  # each rank's rows
+    step: int = 1  # whose gradients are compared, from one process's weights
+    # if it was recorded
     wrong: list[Wrong] = field(default_factory=list)
     gradients: dict[str, What] = field(default_factory=dict)
     operation: str = ""  # what is said of the first that differs
@@ -119,12 +119,12 @@ def compare_with_one_process(
     recorder: Recorder | None = None,
     wrong: Wrong | None = None,
 ) -> Found:
-    """Collective; the same on all ranks. Raises OutOfMemory on all where one process has too
-    little.
+    """Compare, with the same result on all ranks. Collective. Raises OutOfMemory on all if one
+    process has too little memory.
 
-    connect: `open_mesh` in a job that has a watchdog. reference: a file of it, if it is computed
-    already. recorder: of the layout's tensors, which are compared with those beside `reference`;
-    or of the operations before the one that is `wrong`.
+    connect: `open_mesh` in a job that has a watchdog. reference: its file, if it exists. recorder:
+    of the layout's tensors, to compare with those next to `reference`; or of the operations before
+    the wrong one, `wrong`.
     """
     config = _bounded(config)
     data = open_data_on_every_rank(config, worker)
@@ -147,8 +147,8 @@ def compare_with_one_process(
     if rounded is None:
         rows = _explain(rows, config, data, exact, worker, mesh.device)
     copies = Counter(name for names in run.plan.stage_parameters for name in names)
-    # each element once a replica, and once a copy of a tied weight
-    for name, placement in run.plan.placements.items():  # and once for each rank that has it
+    # each element once per replica, and once per copy of a tied weight
+    for name, placement in run.plan.placements.items():  # and once per rank that has it
         copies[name] *= placement.copies
     wanted = {n: t.numel() * config.replicate * copies[n] for n, t in exact.initial.items()}
     compared = {row.name: row.elements for row in rows if row.kind == "initial"}
@@ -174,7 +174,7 @@ def compare_with_one_process(
 
 
 def apart(worker: Worker, name: str, ranks: int | None = None) -> Worker:
-    """The worker with a store of its own, as one of the first `ranks` of the job."""
+    """The worker with a separate store, as one of the first `ranks` of the job."""
     store = worker.store and dist.PrefixStore(name, worker.store)
     if ranks is None:
         return replace(worker, store=store)
@@ -192,7 +192,7 @@ def _bounded(config: Config) -> Config:
 def compute_reference(
     config: Config, data: Data, worker: Worker, path: Path, recorder: Recorder | None = None
 ) -> None:
-    """Rank 0 writes it to a file, for which the others wait. Raises OutOfMemory on all."""
+    """Write rank 0's reference to a file; the others wait. Raises OutOfMemory on all."""
     config, error = _bounded(config), ""
     if worker.rank == 0:
         device, _ = choose_device(config, worker.local_rank, worker.local_world_size)
@@ -217,7 +217,7 @@ def _explain(
     worker: Worker,
     device: torch.device,
 ) -> list[Comparison]:
-    """The rows; what rounding explains of those that differ."""
+    """Mark the differing rows that rounding explains."""
 
     def late(row: Comparison) -> bool:
         return row.kind in ("update", "state", "loss", "norm") and row.name not in EARLY
@@ -229,7 +229,7 @@ def _explain(
         }
         result = []
         for row in rows:
-            copies = row.elements / (sizes.get(row.name) or 1)  # on replicas, of tied weights
+            copies = row.elements / (sizes.get(row.name) or 1)  # replicas, and tied weights
             squared = squares.get((row.kind, row.name))
             result.append(row.explain(squared * copies) if squared else row)
         return result
@@ -260,7 +260,7 @@ def _compare_layout(
     rounded: Reference | None,
     recorder: Recorder | None = None,
 ) -> Iterator[Comparison]:
-    """This rank's part of each tensor against the reference, in fp32 (exact) and bf16 (rounded)."""
+    """Compare this rank's tensors with the fp32 (exact) and bf16 (rounded) reference."""
 
     def parameters() -> Iterator[tuple[str, nn.Parameter, Part | None]]:
         for state in run.stage_states:
@@ -278,7 +278,7 @@ def _compare_layout(
         yield compare("promise", name, *pair, tolerance=1e-4)
     for state in run.stage_states:
         for name, _ in state.parameters():
-            if name not in exact.initial:  # in one process it is tied to another
+            if name not in exact.initial:  # tied to another in one process
                 yield compare("initial", name, None, torch.zeros(1))
     for name, parameter, part in () if config.verify.against else parameters():
         initial = exact.initial[name]
@@ -314,7 +314,7 @@ def _compare_layout(
         record = measured_step(run, config, step, stream, detector, worker, compared).record
         losses[loss_name(step)] = record["loss"]
         name = norm_name(step)
-        # a sum over ranks; from the second step on of weights that are rounded
+        # a sum over ranks; from the second step on, from rounded weights
         least = None if rounded else 1e-5 if step == exact.step else RELATIVE_TOLERANCE
         of = [record["grad_norm"], *(of.norms[name] for of in (exact, rounded) if of)]
         numbers = torch.tensor(of, dtype=torch.float64)[:, None]
@@ -347,10 +347,9 @@ def _compare_layout(
 
 
 def _compare_copies(run: Run, kind: str) -> Iterator[Comparison]:
-    """Compare, of gradients or of updated parameters, what several ranks of an axis inside of
-    layers have of the same elements, against the first of them, which it is equal to: else what
-    they compute alike has come apart, as with other dropout masks.
-    """
+    """Compare replicated gradients or updated parameters on the ranks of an axis inside layers with
+    the first rank's: if they differ, replicated computation has diverged, as with different dropout
+    masks."""
     for axis, transform in run.plan.transforms.items():
         ranks, placements = transform.ranks, transform.placements
         if not placements or ranks is None:
@@ -368,8 +367,8 @@ def _compare_copies(run: Run, kind: str) -> Iterator[Comparison]:
 
 
 def _compare_states(run: Run, exact: Reference, rounded: Reference | None) -> Iterator[Comparison]:
-    """The optimizer's state of each parameter; where there is none, of a parameter that was never
-    updated, zeros are compared: a step that is counted too often is found."""
+    """Compare the optimizer state of each parameter; a missing one (never updated) counts as zeros,
+    so that a step counted too often is found."""
     for stage in run.stage_states:
         for parameter_name, parameter in stage.parameters():
             mine = state_of(stage.optimizers, parameter)
@@ -377,22 +376,22 @@ def _compare_states(run: Run, exact: Reference, rounded: Reference | None) -> It
             expected = {name for name in exact.state if name.startswith(of_parameter)}
             for name in sorted(expected | {of_parameter + key for key in mine}):
                 value = mine.get(name.removeprefix(of_parameter))
-                # not of a count of steps
+                # not a step count
                 like = value is not None and value.shape == parameter.shape
                 part = stage.part(parameter_name) if like else None
                 reference = exact.state.get(name)
                 if reference is None:
-                    assert value is not None  # the name is one of `mine`
+                    assert value is not None
                     reference = torch.zeros(value.shape if part is None else part.shape)
                 zeros = torch.zeros(reference.shape)
                 in_bf16 = rounded.state.get(name, zeros) if rounded else None
                 if value is not None and value.dtype == torch.bfloat16 and in_bf16 is None:
-                    in_bf16 = reference  # kept in bf16: it agrees to the last digit of that
+                    in_bf16 = reference  # stored in bf16: equal to its last digit
                 yield compare("state", name, value, reference, in_bf16, part=part)
 
 
 def print_found(config: Config, found: Found, other: str = "one process in plain torch") -> None:
-    """The worst first within each kind; all that disagree, and the largest few of the rest."""
+    """Print the worst first within each kind: all that differ, and the largest few of the rest."""
     console, rows, groups = Console(steps=1), found.rows, found.groups
     shown = []
     for _, group in groupby(sorted(rows, key=kind_order), lambda row: row.kind):
