@@ -36,7 +36,7 @@ from titanlike.parallel.tp import styles
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.proof.localization import Attempts
 from titanlike.proof.recorder import Recorder
-from titanlike.proof.verification import Found
+from titanlike.proof.verification import Verdict
 from titanlike.proof.verify import verify
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.pipeline_stage import _Stage
@@ -49,7 +49,7 @@ def located(config: Config, worker: Worker, name: str) -> dict[str, Any]:
     return verify(config, worker)
 
 
-def recorded(config: Config, worker: Worker) -> tuple[Found | None, int]:
+def recorded(config: Config, worker: Worker) -> tuple[Verdict | None, int]:
     """As a layout that fails is; (what is found, compared tensors)."""
     recorder, attempts = Recorder(), Attempts(config, worker)
     attempts.prepare(config, Recorder())

@@ -30,7 +30,7 @@ from titanlike.proof.comparison import compare
 from titanlike.proof.dump import dumped
 from titanlike.proof.recorder import described
 from titanlike.proof.reference import Reference, loss_name
-from titanlike.proof.verification import Found
+from titanlike.proof.verification import Verdict
 
 
 def with_batches(config: Config) -> Config:
@@ -63,11 +63,11 @@ def dumped_batches(folder: str, vocab: int | None, seed: int, steps: int) -> Dat
     fields = {name: torch.cat([file[name] for file in files]) for name in files[0]}
     count = len(fields["inputs"])
     places = np.argsort(shuffled_index(np.arange(count), count, seed)).tolist()
-    samples = [{name: value[at] for name, value in fields.items()} for at in places]
+    samples = [{name: value[position] for name, value in fields.items()} for position in places]
     return Data(samples, samples, vocab, f"the batches of {folder}")
 
 
-def compare_with_dump(config: Config, exact: Reference, rounded: Reference | None) -> Found:
+def compare_with_dump(config: Config, exact: Reference, rounded: Reference | None) -> Verdict:
     """Compare the dump's losses and gradients (in backward order) with one process."""
     rows, whats = [], {}
     losses = read_object(Path(config.verify.against or "") / "steps.json")["losses"]
@@ -88,4 +88,4 @@ def compare_with_dump(config: Config, exact: Reference, rounded: Reference | Non
     frozen = {f"{name}: missing" for name, right in exact.gradients.items() if not right.any()}
     wrong = [f"weights: {text}" for text in dumped(config, model, "weights")[1]]
     wrong += [f"gradients: {text}" for text in more if text not in frozen]
-    return Found(rows, wrong, 1, gradients=whats)
+    return Verdict(rows, wrong, 1, gradients=whats)

@@ -83,18 +83,18 @@ class _Measured:
         wall = [max(step) for step in zip(*walls, strict=True)]
         return wall, [sum(step) for step in zip(*cpus, strict=True)]
 
-    def by_kind(self, trace: Path, of_run: StepPhases) -> dict[str, float]:
+    def by_kind(self, trace: Path, phases: StepPhases) -> dict[str, float]:
         """Profile further steps into `trace`; return mean seconds of a step by kind, over all
         ranks."""
         trace.parent.mkdir(parents=True, exist_ok=True)
         recorder = trace_profiler(self.device, lambda: trace)
         self.ranges = ProfilerRanges()
-        of_run.add(self.ranges)
+        phases.add(self.ranges)
         recorder.start()
         for _ in range(PROFILED):
             self.step()
         recorder.stop()
-        of_run.remove(self.ranges)
+        phases.remove(self.ranges)
         with gzip.open(trace, "rb") as file:
             events = json.load(file)["traceEvents"]
         if self.device.type != "cpu" and all(event.get("cat") != "kernel" for event in events):
@@ -160,7 +160,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         "cpu_seconds": median(cpu),
         "computations": sum(map(len, plan.order.ranks)) * config.dp,
         "memory_bytes": [peak for peak, _ in each_memory],
-        "memory_of_training_bytes": [own for _, own in each_memory],
+        "memory_of_training_bytes": [training for _, training in each_memory],
         "no_plain_loop": reason,
     }
     names = "plain_step_seconds", "plain_cpu_seconds", "cpu_more_seconds", "ratio", "cpu_ratio"
@@ -222,8 +222,8 @@ def _start_time(worker: Worker) -> float:
 
 def _print(figures: dict[str, Any], steps: int, run_dir: Path) -> None:
     console = Console(steps=1)
-    memory, own = figures["memory_bytes"], figures["memory_of_training_bytes"]
-    peak = f"{units.size(max(memory))} at most, {units.size(max(own))} of it for this run"
+    memory, training = figures["memory_bytes"], figures["memory_of_training_bytes"]
+    peak = f"{units.size(max(memory))} at most, {units.size(max(training))} of it for this run"
     step, cpu = figures["step_seconds"] * 1e3, figures["cpu_seconds"] * 1e3
     rows = [
         (f"{figures['unit']}/s", units.count(figures["value"])),
@@ -232,7 +232,7 @@ def _print(figures: dict[str, Any], steps: int, run_dir: Path) -> None:
         ("peak memory a rank", peak),
     ]
     if len(memory) > 1:
-        rows.append(("of each rank", ", ".join(units.size(value) for value in own)))
+        rows.append(("of each rank", ", ".join(units.size(value) for value in training)))
     if "mfu" in figures:
         rows.append(("MFU", f"{figures['mfu']:.1%}"))
     if figures["no_plain_loop"]:

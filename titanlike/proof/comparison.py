@@ -148,7 +148,7 @@ class Comparison:
 def compare(
     kind: str,
     name: str,
-    mine: Tensor | None,
+    tensor: Tensor | None,
     reference: Tensor,
     in_bf16: Tensor | None = None,
     *,
@@ -163,7 +163,7 @@ def compare(
     the reference's tensor computed in bf16; mask: the elements to compare; part: the rank's part of
     a parameter.
     """
-    if mine is None:
+    if tensor is None:
         rounding = None if in_bf16 is None else 0.0
         return Comparison(
             kind,
@@ -177,12 +177,12 @@ def compare(
             rounding=rounding,
             rounding_along=0.0,
         )
-    here = partial(local_of, mine, part)
-    own = local(mine).detach().cpu().double()
+    here = partial(local_of, tensor, part)
+    values = local(tensor).detach().cpu().double()
     right = here(reference).double()
     start = here(base).double() if base is not None else None
     scale = right if start is None else right - start
-    difference = own - right
+    difference = values - right
     rounding = None if in_bf16 is None else here(in_bf16).double() - right
     digits = (
         torch.zeros(0) if in_bf16 is None or kind != "gradient" else _more_digits(here(in_bf16))
@@ -194,10 +194,10 @@ def compare(
     return Comparison(
         kind,
         name,
-        own.numel(),
+        values.numel(),
         right.abs().max().item() if right.numel() else 0.0,
         # infinite for a NaN, which no comparison would notice
-        difference.abs().nan_to_num(math.inf).max().item() if own.numel() else 0.0,
+        difference.abs().nan_to_num(math.inf).max().item() if values.numel() else 0.0,
         difference.square().sum().nan_to_num(math.inf).item(),
         scale.square().sum().item(),
         (difference * scale).sum().nan_to_num(math.inf).item(),
@@ -205,7 +205,7 @@ def compare(
         0.0 if rounding is None else (rounding * scale).sum().item(),
         tolerance=tolerance,
         digits=digits.sum().item(),
-        cut=(digits & ~_more_digits(own)).sum().item() if digits.numel() else 0.0,
+        cut=(digits & ~_more_digits(values)).sum().item() if digits.numel() else 0.0,
         along_base=0.0 if start is None else (difference * start).sum().nan_to_num().item(),
         base_scale=0.0 if start is None else start.square().sum().item(),
     )

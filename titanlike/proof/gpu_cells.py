@@ -360,24 +360,24 @@ class _Run:
 
     def waits(self) -> str:
         self._run("run")
-        self.figures = found = self._result("waits")
-        if broken := found["not_compiled_as_a_whole"]:
+        self.figures = result = self._result("waits")
+        if broken := result["not_compiled_as_a_whole"]:
             raise CellFailed(f"not compiled as a whole: {broken}")
-        if found["value"] is None:
+        if result["value"] is None:
             return "a CPU has none to count; the steps ran"
-        text = f"{found['value']:g} a step"
-        if found["value"] and not any("experts" in word for word in self.cell.overrides):
-            raise CellFailed(f"{text}: {found['places']}")  # a mixture waits for its routes
+        text = f"{result['value']:g} a step"
+        if result["value"] and not any("experts" in word for word in self.cell.overrides):
+            raise CellFailed(f"{text}: {result['places']}")  # a mixture waits for its routes
         return text
 
     def speed(self) -> str:
         records = self._run("run")
         if self.job == "bench":
             keys = "step_seconds", "mfu", "plain_step_seconds", "ratio", "step_by_kind"
-            found = self._result("bench")
-            figures: Record = {key: found.get(key) for key in keys}
-            figures["tokens_per_second"] = found["value"]
-            memory = max(found["memory_bytes"])
+            result = self._result("bench")
+            figures: Record = {key: result.get(key) for key in keys}
+            figures["tokens_per_second"] = result["value"]
+            memory = max(result["memory_bytes"])
         else:
             settled = records[len(records) // 2 :]  # the first steps compile, allocate, connect
             keys = "tokens_per_second", "step_seconds", "mfu"

@@ -135,8 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, metavar="M", help=limit)
     less = "run what has not passed in that results.json"
     parser.add_argument("--continue", dest="go_on", metavar="RESULTS", help=less)
-    most = "ranks at a time; default by cores and memory"
-    parser.add_argument("--at-once", type=int, metavar="RANKS", help=most)
+    at_once = "ranks at a time; default by cores and memory"
+    parser.add_argument("--at-once", type=int, metavar="RANKS", help=at_once)
     parser.add_argument("--list", action="store_true", help="print what would run, run nothing")
     folder = "outputs/gpu_check/DATE if not given"
     parser.add_argument("folder", nargs="?", metavar="DIR", help=folder)

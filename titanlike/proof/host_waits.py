@@ -42,13 +42,13 @@ def waits(config: Config, worker: Worker) -> dict[str, Any]:
     ranks: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(ranks, (places, run.compiled.broken if run.compiled else {}))
     close_mesh()
-    most = max((places for places, _ in ranks), key=lambda places: sum((places or {}).values()))
+    busiest = max((places for places, _ in ranks), key=lambda places: sum((places or {}).values()))
     broken = {name: why for _, blocks in ranks for name, why in blocks.items()}
-    value = None if most is None else sum(most.values()) / counted
-    found = {"value": value, "places": most, "not_compiled_as_a_whole": broken}
+    value = None if busiest is None else sum(busiest.values()) / counted
+    result = {"value": value, "places": busiest, "not_compiled_as_a_whole": broken}
     if worker.rank == 0:
-        rows = [(place, f"{n / counted:g}") for place, n in (most or {}).items()]
-        none = "none" if most is not None else "a CPU has none to count"
+        rows = [(place, f"{n / counted:g}") for place, n in (busiest or {}).items()]
+        none = "none" if busiest is not None else "a CPU has none to count"
         Console(steps=1).table("waits of the host a step", (), rows or [("waits", none)])
-        files.atomic_write_text(worker.run_dir / "waits.json", json.dumps(found, indent=1))
-    return found
+        files.atomic_write_text(worker.run_dir / "waits.json", json.dumps(result, indent=1))
+    return result

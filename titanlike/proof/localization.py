@@ -44,7 +44,7 @@ from titanlike.proof.reference import (
 )
 from titanlike.proof.repro import shrunk, write_repro
 from titanlike.proof.verification import (
-    Found,
+    Verdict,
     apart,
     compare_with_one_process,
     compute_reference,
@@ -118,17 +118,17 @@ def axis_text(needed: list[str], known: bool) -> str:
     return f"{text}; passes without {without}" if known else text
 
 
-def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
+def localize(config: Config, result: Verdict, worker: Worker) -> dict[str, Any]:
     """Find and print the first difference of a failing layout; return its fields, see
     `first_place`. Collective."""
-    wrong = [row for row in found.rows if not row.agrees]
+    wrong = [row for row in result.rows if not row.agrees]
     if all(row.name != VALIDATION_LOSS for row in wrong):
         config = replace(config, validation=replace(config.validation, batches=1))
     attempts = Attempts(config, worker)
     steps = _steps(wrong, config.verify.steps)
     for step in steps:
         config = replace(attempts.config, verify=replace(config.verify, steps=step))
-        names = {row.name for row in (found.rows if step > 1 else wrong) if row.kind == "gradient"}
+        names = {row.name for row in (result.rows if step > 1 else wrong) if row.kind == "gradient"}
         attempts.prepare(config, Recorder(frozenset(names), step))
         if len(steps) == 1:
             break
@@ -150,7 +150,7 @@ def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
     if worker.rank == 0:
         for name in (TENSORS, OPERATIONS, _STEPS):
             (attempts.folder / name).unlink(missing_ok=True)
-        located = first_place(recorded or found, least)
+        located = first_place(recorded or result, least)
         located |= {"axis": axis_text(needed, known), "needed": needed}
         located["least"] = {axis: getattr(least, axis) for axis in _MESH}
         located["tensors"] = [str(path) for path in sorted(attempts.folder.iterdir())]
@@ -169,7 +169,7 @@ def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
 def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> dict[str, Any]:
     """With numerics=exact: the first tensor of a step that differs from one process, with its
     element and bit; {} = all module tensors are equal. Collective."""
-    config, found = replace(config, verify=replace(config.verify, steps=step)), Found([], [], 1)
+    config, out = replace(config, verify=replace(config.verify, steps=step)), Verdict([], [], 1)
     folder = worker.run_dir / "first_difference"
     if worker.rank == 0:
         folder.mkdir(exist_ok=True)
@@ -182,14 +182,14 @@ def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> dict
     recorder = Recorder(step=step, bits=True)
 
     def end(run: Run) -> None:
-        found.wrong.extend(recorder.compared(run, config, folder)[0])
+        out.wrong.extend(recorder.compared(run, config, folder)[0])
 
     for _ in computed(config, data, apart(worker, "bits of modules"), end, recorder):
         pass
     barrier(worker, "bits localized", REFERENCE_TIMEOUT)
     if worker.rank == 0:
         (folder / TENSORS).unlink()
-    return first_place(found, config) if found.wrong else {}
+    return first_place(out, config) if out.wrong else {}
 
 
 def _steps(wrong: list[Comparison], last: int) -> list[int]:
@@ -236,7 +236,7 @@ class Attempts:
 
     def run(
         self, config: Config, recorder: Recorder | None = None, wrong: Wrong | None = None
-    ) -> Found | None:
+    ) -> Verdict | None:
         """Collective; None on unused ranks, and if the layout cannot run."""
         name, result = f"attempt {len(self._answers)}", None
         if self.worker.rank < config.world_size and not problems(config):
@@ -257,7 +257,7 @@ class Attempts:
         return result
 
     def first_operation(
-        self, config: Config, least: Config, recorded: Found | None, step: int
+        self, config: Config, least: Config, recorded: Verdict | None, step: int
     ) -> str:
         """A text about the first differing operation before the wrong module tensor of the last
         attempt. Collective."""
@@ -268,12 +268,12 @@ class Attempts:
         wrong = recorded.wrong[0] if recorded else None
 
         def recorder() -> Recorder:
-            kept = Operations(wrong.place, wrong.microbatch) if wrong else None
-            return Recorder(step=step, operations=kept)
+            operations = Operations(wrong.place, wrong.microbatch) if wrong else None
+            return Recorder(step=step, operations=operations)
 
         self.prepare(config, recorder())
-        found = self.run(least, recorder(), wrong)
-        return found.operation if found else ""
+        result = self.run(least, recorder(), wrong)
+        return result.operation if result else ""
 
     def fails(self, config: Config) -> bool | None:
         self.run(config)
@@ -293,71 +293,71 @@ class Attempts:
 
 
 def first_place(
-    found: Found,
+    result: Verdict,
     config: Config,
     gradients: str = "in what is done to gradients: those of modules' outputs agree",
 ) -> dict[str, Any]:
     """The place of the first difference, and how it differs; as `first` in words: a line for the
     place, and lines for the difference."""
-    order = partial(_causes_first, step=found.step)
-    wrong = sorted((row for row in found.rows if not row.agrees), key=order)
+    order = partial(_causes_first, step=result.step)
+    wrong = sorted((row for row in result.rows if not row.agrees), key=order)
     rows = [row for row in wrong if row.kind == wrong[0].kind]
-    told = found.gradients
+    how = result.gradients
     if rows and all(row.summed_in_bf16 for row in rows):
-        told = {row.name: What("has the digits of bf16 alone: summed in bf16") for row in rows}
+        how = {row.name: What("has the digits of bf16 alone: summed in bf16") for row in rows}
     place: dict[str, Any] = {}
     groups: dict[What, list[Any]] = {}
     lines: list[str] = []
-    if found.wrong and not (rows and rows[0].kind in ("promise", "initial")):
-        first = found.wrong[0]
+    if result.wrong and not (rows and rows[0].kind in ("promise", "initial")):
+        first = result.wrong[0]
         place = first.place._asdict() | {"relative": first.relative}
         text = f"{first.place}, by {first.relative:.1e} of its norm; what comes before it differs "
         text += f"by at most {first.before:.1e}"
-        for each in found.wrong:
+        for each in result.wrong:
             groups.setdefault(each.what, []).append(each)
     elif not rows:
-        text = next(iter(found.missing), "none in this run")
-    elif rows[0].kind == "gradient" and told:
-        place = {"phase": "reduction", "name": next(iter(told))}
+        text = next(iter(result.missing), "none in this run")
+    elif rows[0].kind == "gradient" and how:
+        place = {"phase": "reduction", "name": next(iter(how))}
         text = gradients
     else:
         row = max(rows, key=lambda row: row.along**2 / (row.scale * row.squared or math.inf))
         if row.kind in ("update", "state"):  # of small ones rounding of the weights leaves nothing
             row = sorted(rows, key=lambda row: row.factor)[len(rows) // 2]
         place = {"phase": row.kind, "name": row.name, "relative": row.relative}
-        what = _of_ranks(row, found, config)
+        what = _of_ranks(row, result, config)
         if row.kind == "promise":
             what = What("of the data, the loss or the model, in every layout alike")
-        if row.kind == "update" and not what.where and (cause := _of_update(rows, found, config)):
+        if row.kind == "update" and not what.where and (cause := _of_update(rows, result, config)):
             what = what._replace(cause=cause)
         text = f"{row.full_name}{_more(rows)}, by {row.relative:.1e}: {what}"
         groups = {what: [row.full_name for row in rows]}
-    if found.step > 1:
-        place["step"], text = found.step, f"in step {found.step}: {text}"
-    for name, what in () if found.wrong else told.items():
+    if result.step > 1:
+        place["step"], text = result.step, f"in step {result.step}: {text}"
+    for name, what in () if result.wrong else how.items():
         groups.setdefault(what, []).append(f"gradient of {name}")
     differs = []
     for what, of in groups.items():
         entry: dict[str, Any] = what._asdict()
-        if found.wrong and of[0] in found.wrong:
-            ranks, numbers = ({getattr(e, at) for e in of} for at in ("rank", "microbatch"))
+        if result.wrong and of[0] in result.wrong:
+            ranks, numbers = ({getattr(e, field) for e in of} for field in ("rank", "microbatch"))
             entry |= {"ranks": sorted(ranks), "microbatches": sorted(numbers)}
             where = f"rank {in_words(sorted(ranks))}, microbatch {in_words(sorted(numbers))}"
             lines.append(f"  {where} of the global batch: {what}")
         else:
             entry["names"] = of
-            if told:
+            if how:
                 lines.append(f"  {of[0]}{_more(of)}: {what}")
         differs.append(entry)
     first_lines = [f"first difference: {text}", *lines[:4]]
     return {"first": first_lines, "place": place, "differs": differs}
 
 
-def _of_ranks(row: Comparison, found: Found, config: Config) -> What:
+def _of_ranks(row: Comparison, result: Verdict, config: Config) -> What:
     """A tensor's factor to the reference; with the ranks, if only some are wrong."""
     parts = {
         rank: part
-        for rank, of in enumerate(found.ranks)
+        for rank, of in enumerate(result.ranks)
         for part in of
         if (part.kind, part.name) == (row.kind, row.name)
     }
@@ -369,22 +369,22 @@ def _of_ranks(row: Comparison, found: Found, config: Config) -> What:
     return what._replace(where=f"rank {in_words(sorted(wrong))}") if some else what
 
 
-def _of_update(rows: list[Comparison], found: Found, config: Config) -> str:
+def _of_update(rows: list[Comparison], result: Verdict, config: Config) -> str:
     """Why updates differ although their gradients agree; "" = unknown."""
     if all(row.decayed for row in rows):
         return "by a multiple of the weights: weight decay"
-    state = [row for row in found.rows if row.kind == "state" and not row.name.endswith(" step")]
-    state = state or [row for row in found.rows if row.kind == "update"]  # SGD has no state
+    state = [row for row in result.rows if row.kind == "state" and not row.name.endswith(" step")]
+    state = state or [row for row in result.rows if row.kind == "update"]  # SGD has no state
     factors, limit = sorted(row.factor for row in state if not row.agrees), config.optimizer.clip
     factor = factors[len(factors) // 2] if factors else math.inf
     near = [each for each in factors if abs(each / factor - 1) < _NEAR]
     if limit is None or not math.isfinite(factor) or 2 * len(near) <= len(state):
         return ""
-    norm = next(row.largest for row in reversed(found.rows) if row.kind == "norm")
+    norm = next(row.largest for row in reversed(result.rows) if row.kind == "norm")
     how = {norm / limit: "not clipped", limit / norm: "scaled up to the limit of the norm"}
-    told = (text for right, text in how.items() if abs(factor / right - 1) < _NEAR)
-    said = next(told, "clipped by another norm, or scaled")
-    return f"the optimizer gets gradients {factor:.4g} times: {said} (optimizer.clip={limit:g})"
+    reasons = (text for right, text in how.items() if abs(factor / right - 1) < _NEAR)
+    reason = next(reasons, "clipped by another norm, or scaled")
+    return f"the optimizer gets gradients {factor:.4g} times: {reason} (optimizer.clip={limit:g})"
 
 
 def _more(of: list[Any]) -> str:

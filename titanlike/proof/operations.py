@@ -81,8 +81,8 @@ class Operations(TorchDispatchMode):
             line = self._lines.get(node.number, "") or node.name
         if backward == self._backward:
             tensors = (leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor))
-            kept = [t.detach().cpu().clone() for t in tensors if not name.startswith("c10d.")]
-            self.found.append(Operation(name, line, kept))
+            results = [t.detach().cpu().clone() for t in tensors if not name.startswith("c10d.")]
+            self.found.append(Operation(name, line, results))
         return result
 
 
@@ -95,25 +95,25 @@ def _line() -> str:
 
 
 def first_operation(
-    mine: list[Operation],
+    in_layout: list[Operation],
     reference: list[Operation],
     peers: list[list[Operation]],
     compared: Compared,
 ) -> str:
     """A text about the first operation that differs; peers: operations of ranks that may have the
     other partial sums."""
-    theirs, own = _by_kind(reference), _by_kind(mine)
+    theirs, layout = _by_kind(reference), _by_kind(in_layout)
     others = [_by_kind(operations) for operations in peers]
     agreed, alone, first, part = 0, list[Operation](), "", ""
-    for key, operation in own.items():
+    for key, operation in layout.items():
         rows = []
         results = theirs[key].results if key in theirs else []
-        for at, pair in enumerate(zip(operation.results, results, strict=False)):
+        for index, pair in enumerate(zip(operation.results, results, strict=False)):
             parts = [of[key].results for of in others if key in of]
-            rows.append(compared(*pair, [part[at] for part in parts if len(part) > at]))
-        told = [row for row, _ in rows if row is not None]
-        wrong = [row for row in told if not row.agrees]
-        if not told:
+            rows.append(compared(*pair, [part[index] for part in parts if len(part) > index]))
+        compared_rows = [row for row, _ in rows if row is not None]
+        wrong = [row for row in compared_rows if not row.agrees]
+        if not compared_rows:
             alone.append(operation)
         elif wrong and not first:
             first = f"operation: {operation}, by {wrong[0].relative:.1e}"
@@ -138,11 +138,11 @@ def first_operation(
 def _by_kind(operations: list[Operation]) -> dict[tuple[str, int], Operation]:
     """Map (name, index from the last of that name) to operations, in order."""
     counts: dict[str, int] = defaultdict(int)
-    found = {}
+    by_kind = {}
     for operation in reversed(operations):
-        found[operation.name, counts[operation.name]] = operation
+        by_kind[operation.name, counts[operation.name]] = operation
         counts[operation.name] += 1
-    return dict(reversed(found.items()))
+    return dict(reversed(by_kind.items()))
 
 
 def _names(operations: Iterable[Operation]) -> str:

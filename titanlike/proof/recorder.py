@@ -124,10 +124,10 @@ class Recorder(Transform):
         """The weights, with hooks that record this microbatch's gradient of `shares`."""
         if not self._on:
             return weights
-        own = {n: w.view_as(w) for n, w in weights.items() if n in self.shares and w.requires_grad}
-        for name, weight in own.items():
+        new = {n: w.view_as(w) for n, w in weights.items() if n in self.shares and w.requires_grad}
+        for name, weight in new.items():
             weight.register_hook(partial(self._keep, Place("share", name), self._microbatch))
-        return weights | own
+        return weights | new
 
     def _keep(self, place: Place, microbatch: int, tensor: Tensor) -> None:
         if self.operations is not None:
@@ -170,13 +170,13 @@ class Recorder(Transform):
         for place, _ in reference:
             order.setdefault(place, len(order))
         parts, self.compared_tensors = _Parts(run, config, self._bits), 0
-        found: list[tuple[Wrong, Tensor, Tensor]] = []
+        wrongs: list[tuple[Wrong, Tensor, Tensor]] = []
         before = 0.0
         for key in sorted(self.tensors, key=lambda key: (order.get(key[0], 0), key[1])):
-            (place, microbatch), mine, whole = key, self.tensors[key], reference.get(key)
-            if whole is None or (found and order[place] > found[0][0].order):
+            (place, microbatch), tensor, whole = key, self.tensors[key], reference.get(key)
+            if whole is None or (wrongs and order[place] > wrongs[0][0].order):
                 continue
-            right, row = parts.compared(place, mine, whole)
+            right, row = parts.compared(place, tensor, whole)
             if right is None or row is None:
                 continue
             self.compared_tensors += 1
@@ -190,18 +190,18 @@ class Recorder(Transform):
                 if other in reference and other[1] == microbatch
                 if other[0][:3] == ("output", place.name, place.call)
             ]
-            told = [result.agrees for result in results if result is not None]
-            if place.phase == "input" and told and all(told):
+            agree = [result.agrees for result in results if result is not None]
+            if place.phase == "input" and agree and all(agree):
                 continue
-            what = first_bit(mine, right) if self._bits else described(mine, right, config)
+            what = first_bit(tensor, right) if self._bits else described(tensor, right, config)
             of = dist.get_rank(), microbatch, row.relative, before, what
-            found.append((Wrong(order[place], place, *of), mine, right))
-        first = [wrong for rank in _gathered([wrong for wrong, *_ in found]) for wrong in rank]
+            wrongs.append((Wrong(order[place], place, *of), tensor, right))
+        first = [wrong for rank in _gathered([wrong for wrong, *_ in wrongs]) for wrong in rank]
         least = min((wrong.order for wrong in first), default=None)
-        for wrong, mine, right in found:
+        for wrong, tensor, right in wrongs:
             if wrong.order == least:
                 name = f"rank{wrong.rank}-microbatch{wrong.microbatch}.pt"
-                torch.save({"layout": mine, "one process": right}, folder / name)
+                torch.save({"layout": tensor, "one process": right}, folder / name)
         first = [wrong for wrong in first if wrong.order == least]
         return first, {} if first else self._explained(reference, config)
 
@@ -215,14 +215,14 @@ class Recorder(Transform):
         peers = [every[rank] for rank in sorted(ranks - {dist.get_rank()})]
 
         def compared(
-            mine: Tensor, whole: Tensor, others: list[Tensor]
+            x: Tensor, whole: Tensor, others: list[Tensor]
         ) -> tuple[Comparison | None, bool]:
-            row = parts.compared(wrong.place, mine, whole)[1]
-            if row is None or row.agrees or any(of.shape != whole.shape for of in (mine, *others)):
+            row = parts.compared(wrong.place, x, whole)[1]
+            if row is None or row.agrees or any(of.shape != whole.shape for of in (x, *others)):
                 return row, False
-            total = torch.stack([mine, *others]).double().sum(0).to(mine.dtype)
-            of_sum = parts.compared(wrong.place, total, whole)[1]
-            return (of_sum, True) if of_sum is not None and of_sum.agrees else (row, False)
+            total = torch.stack([x, *others]).double().sum(0).to(x.dtype)
+            sum_row = parts.compared(wrong.place, total, whole)[1]
+            return (sum_row, True) if sum_row is not None and sum_row.agrees else (row, False)
 
         texts = _gathered(first_operation(self.operations.found, reference, peers, compared))
         return str(texts[wrong.rank])
@@ -235,28 +235,28 @@ class Recorder(Transform):
         for place, number in sorted(reference, key=lambda key: key[1]):
             if place.phase == "share":
                 order.setdefault(place.name, []).append((place, number))
-        mine: dict[str, Any] = {}
+        moments: dict[str, Any] = {}
         for name, (gradient, part) in self.gradients.items():
             if name in order and len(order[name]) <= _EXPLAINED:
                 parts = [local_of(gradient, part, reference[key]).double() for key in order[name]]
-                own, shares = local(gradient).cpu().double(), torch.stack(parts)
-                text = described(own, shares.sum(0), config)
-                own, shares = own.flatten(), shares.flatten(1)
-                mine[name] = shares @ shares.T, shares @ own, own @ own, text
-        every, result = _gathered(mine), {}
+                actual, shares = local(gradient).cpu().double(), torch.stack(parts)
+                text = described(actual, shares.sum(0), config)
+                actual, shares = actual.flatten(), shares.flatten(1)
+                moments[name] = shares @ shares.T, shares @ actual, actual @ actual, text
+        every, result = _gathered(moments), {}
         for name in (place.name for place, _ in reference if place.phase == "share"):
-            of = {rank: found[name] for rank, found in enumerate(every) if name in found}
+            of = {rank: p[name] for rank, p in enumerate(every) if name in p}
             if of and name not in result:
                 squares, products, norm, texts = zip(*of.values(), strict=True)
-                told = [f"rank {rank}: {text}" for rank, text in zip(of, texts, strict=True)]
+                lines = [f"rank {rank}: {text}" for rank, text in zip(of, texts, strict=True)]
                 counted = _counted(sum(squares), sum(products), sum(norm), config)
-                result[name] = counted or What("; ".join(told[:4]))
+                result[name] = counted or What("; ".join(lines[:4]))
         return result
 
 
-def _gathered(mine: Any) -> list[Any]:
+def _gathered(value: Any) -> list[Any]:
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, value)
     return every
 
 
@@ -286,21 +286,21 @@ class _Parts:
         self._unlike |= {(PHASES[2], name.rpartition(".")[0]) for name in repeated}
 
     def compared(
-        self, place: Place, mine: Tensor, whole: Tensor
+        self, place: Place, tensor: Tensor, whole: Tensor
     ) -> tuple[Tensor | None, Comparison | None]:
         """The part of `whole` nearest to `mine`, of the possible ones, and its comparison."""
         if place[:2] in self._unlike:
             return None, None
         # rounding grows with the number of terms
         terms = max(64, *whole.shape) if whole.dim() else 64
-        eps = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
+        eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
         tolerance = 0.0 if self._bits else (16 if eps < 1e-3 else 1) * eps * terms**0.5
-        parts = [whole] if mine.dim() == whole.dim() else []
-        for dim, size in enumerate(mine.shape if parts else ()):
+        parts = [whole] if tensor.dim() == whole.dim() else []
+        for dim, size in enumerate(tensor.shape if parts else ()):
             if size != whole.shape[dim]:
                 parts = [new for part in parts for new in self._cut(place, part, dim, size)]
         rows = [
-            (part, compare(place.phase, place.name, mine, part, tolerance=tolerance))
+            (part, compare(place.phase, place.name, tensor, part, tolerance=tolerance))
             for part in parts
         ]
         return min(rows, key=lambda pair: pair[1].squared, default=(None, None))
@@ -327,42 +327,42 @@ class _Parts:
 # --- what differs ---------------------------------------------------------------------------------
 
 
-def described(mine: Tensor, right: Tensor, config: Config) -> What:
+def described(tensor: Tensor, right: Tensor, config: Config) -> What:
     """How two tensors of the same shape differ."""
-    mine, right = mine.double(), right.double()
-    if not mine.isfinite().all():
-        return What(f"{(~mine.isfinite()).sum().item()} elements are not finite")
-    if what := _factor(mine, right, config):
+    tensor, right = tensor.double(), right.double()
+    if not tensor.isfinite().all():
+        return What(f"{(~tensor.isfinite()).sum().item()} elements are not finite")
+    if what := _factor(tensor, right, config):
         return what
-    norm = mine.norm() * _SAME
-    square = mine.dim() > 1 and mine.shape[-1] == mine.shape[-2]
-    if square and (mine.transpose(-1, -2) - right).norm() <= norm:
+    norm = tensor.norm() * _SAME
+    square = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2]
+    if square and (tensor.transpose(-1, -2) - right).norm() <= norm:
         return What("transposed")
-    for axis, dim in product(("tp", "cp", "dp", "ep"), range(mine.dim())):
-        part, rest = divmod(mine.shape[dim], getattr(config, axis))
-        for by in range(part, 0 if rest else mine.shape[dim], max(part, 1)):
-            if (mine.roll(by, dim) - right).norm() <= norm:
+    for axis, dim in product(("tp", "cp", "dp", "ep"), range(tensor.dim())):
+        part, rest = divmod(tensor.shape[dim], getattr(config, axis))
+        for by in range(part, 0 if rest else tensor.shape[dim], max(part, 1)):
+            if (tensor.roll(by, dim) - right).norm() <= norm:
                 return What(f"the parts of {axis} ranks are in another order along dim {dim}")
-    off = (mine - right).abs() > _SAME * right.square().mean().sqrt()
-    where, inside = [], [slice(None)] * mine.dim()
-    for dim, size in enumerate(mine.shape):
+    off = (tensor - right).abs() > _SAME * right.square().mean().sqrt()
+    where, inside = [], [slice(None)] * tensor.dim()
+    for dim, size in enumerate(tensor.shape):
         lines = off.movedim(dim, 0).reshape(size, off.numel() // max(size, 1))
         rows = lines.any(1).nonzero().flatten().tolist()
         if rows and len(rows) < size and rows[-1] - rows[0] + 1 == len(rows):
             inside[dim] = slice(rows[0], rows[-1] + 1)
-            name = {0: "sample", 1: "token"}.get(dim) if mine.dim() > 2 else None
-            at = f"{rows[0]}" if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
+            name = {0: "sample", 1: "token"}.get(dim) if tensor.dim() > 2 else None
+            rows_text = f"{rows[0]}" if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
             last = " (the last)" if rows == [size - 1] else ""
-            where.append(f"{name or f'index of dim {dim}'} {at} of {size}{last}")
-    inner = _factor(mine[tuple(inside)], right[tuple(inside)], config)
-    what = inner or What(f"another by {(mine - right).norm() / right.norm():.1e} of its norm")
+            where.append(f"{name or f'index of dim {dim}'} {rows_text} of {size}{last}")
+    inner = _factor(tensor[tuple(inside)], right[tuple(inside)], config)
+    what = inner or What(f"another by {(tensor - right).norm() / right.norm():.1e} of its norm")
     return what._replace(where=f"only {', '.join(where)}") if where else what
 
 
-def first_bit(mine: Tensor, right: Tensor) -> What:
+def first_bit(tensor: Tensor, right: Tensor) -> What:
     """The first differing element, and its lowest differing bit."""
-    place = tuple((mine != right).nonzero()[0].tolist())
-    here, there = mine[place], right[place]
+    place = tuple((tensor != right).nonzero()[0].tolist())
+    here, there = tensor[place], right[place]
     kind = {2: torch.int16, 4: torch.int32}.get(here.itemsize, torch.int64)
     other = int(here.view(kind).item()) ^ int(there.view(kind).item())
     bit = (other & -other).bit_length() - 1
@@ -370,14 +370,14 @@ def first_bit(mine: Tensor, right: Tensor) -> What:
     return What(f"{[*place]} is {values}: from bit {bit}")
 
 
-def _factor(mine: Tensor, right: Tensor, config: Config) -> What | None:
+def _factor(tensor: Tensor, right: Tensor, config: Config) -> What | None:
     """The factor between two tensors; None = they are not multiples."""
     scale = right.square().sum().item()
-    factor = (mine * right).sum().item() / scale if scale else 0.0
-    rest = (mine - factor * right).norm().item()
+    factor = (tensor * right).sum().item() / scale if scale else 0.0
+    rest = (tensor - factor * right).norm().item()
     # a remainder as large as the factor's change is another fault
-    most = min(_SAME * max(abs(factor), _SAME), 0.1 * abs(1 - factor)) * scale**0.5
-    return times(factor, config) if scale and rest <= most else None
+    limit = min(_SAME * max(abs(factor), _SAME), 0.1 * abs(1 - factor)) * scale**0.5
+    return times(factor, config) if scale and rest <= limit else None
 
 
 def times(factor: float, config: Config) -> What:
@@ -407,9 +407,9 @@ def _counted(squares: Any, products: Any, norm: Any, config: Config) -> What | N
     texts = []
     for rank, row in enumerate(shares.view(config.dp, -1)):
         of, alike = f"dp rank {rank}", config.dp > 1 and row.max() - row.min() < 1e-2
-        for at, value in enumerate(row[:1] if alike else row):
+        for index, value in enumerate(row[:1] if alike else row):
             how = "missing" if abs(value) < 1e-2 else f"in it {value.item():.3g} times"
             if abs(value - 1) > 1e-2:
-                name = of if alike else f"microbatch {at} of {of}"
+                name = of if alike else f"microbatch {index} of {of}"
                 texts.append(f"the share of {name} is {how}")
     return What("; ".join(texts[:4]))

@@ -174,9 +174,9 @@ def _distances(exact: Reference, other: Reference) -> dict[tuple[str, str], floa
     ]
     distances = {(row.kind, row.name): row.squared for row in rows}
     pairs = ("loss", exact.losses, other.losses), ("norm", exact.norms, other.norms)
-    for kind, own, others in pairs:
-        for names in (own.keys() & EARLY, own.keys() - EARLY):
-            squared = max((abs(others[name] - own[name]) for name in names), default=0.0) ** 2
+    for kind, values, others in pairs:
+        for names in (values.keys() & EARLY, values.keys() - EARLY):
+            squared = max((abs(others[name] - values[name]) for name in names), default=0.0) ** 2
             distances |= {(kind, name): squared for name in names}
     return distances
 
@@ -225,7 +225,7 @@ def _single_process(
             noise = torch.randn(parameter.shape, generator=generator).to(device)
             parameter.data.mul_(1 + _NUDGE * noise)
     transforms = [*transforms, *([recorder] if recorder else [])]
-    told = [t for each in transforms if (t := each.in_one_process(model)) is not None]
+    transforms_here = [t for each in transforms if (t := each.in_one_process(model)) is not None]
     loss = build_loss(config.loss, device)
 
     def mean_of(total: float, count: float, what: str) -> float:
@@ -242,7 +242,7 @@ def _single_process(
         return sum(totals), sum(counts)
 
     def loss_of_group(batch: dict[str, Tensor], microbatch: int) -> tuple[Tensor, float]:
-        for transform in told:
+        for transform in transforms_here:
             transform.begin_microbatch(0, microbatch)
         fields = {
             name: value.to(device, dtype if value.is_floating_point() else value.dtype)
@@ -292,7 +292,7 @@ def _single_process(
     model.train()
     optimizers = build_optimizers(dict(model.named_parameters()), model, config)
     losses = {VALIDATION_LOSS: validation}
-    kept: dict[str, Tensor] = {}
+    step_gradients: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     masks: dict[str, Tensor] = {}
     norms: dict[str, float] = {}
@@ -304,7 +304,7 @@ def _single_process(
         batch = next(stream)
         tokens = torch.tensor(float(batch["targets"].numel()), device=device)
         with ExitStack() as stack:
-            for transform in told:
+            for transform in transforms_here:
                 transform.begin_step(now)
                 stack.enter_context(transform.training(tokens))
             total, count = loss_of(batch)
@@ -312,14 +312,14 @@ def _single_process(
             sums = [part for part in plain if part is not None] if now == 1 else []
             if sums:
                 in_torch = torch.stack(sums).sum() / count
-                mine = torch.tensor(losses[loss_name(1)])
-                promises[f"{loss_name(1)} beside F.cross_entropy"] = mine, in_torch
+                computed = torch.tensor(losses[loss_name(1)])
+                promises[f"{loss_name(1)} beside F.cross_entropy"] = computed, in_torch
             (total / count).backward()
         gradients = copy_of((name, gradient_of(p)) for name, p in model.named_parameters())
         squares = [gradient.double().square().sum() for gradient in gradients.values()]
         norms[norm_name(now)] = torch.stack(squares).sum().sqrt().item()
         if now == step:
-            kept = gradients
+            step_gradients = gradients
         for name, gradient in gradients.items():
             masks[name] = masks.get(name, True) & reliable(
                 gradient, rounding or config.precision.name
@@ -328,20 +328,20 @@ def _single_process(
         recorded = learning_rate(config, now)
         rates.append(rates_of(optimizers, model.named_parameters(), recorded))
         before = copy_of(model.named_buffers())
-        for transform in told:
+        for transform in transforms_here:
             transform.after_update(None)
         if now == 1:
             after = copy_of(model.named_buffers())
             buffers = {name: b for name, b in after.items() if not torch.equal(b, before[name])}
-    of_last = mean_over(iter([next(stream)]), "the batch after the last step")
-    losses["loss after the last step"] = of_last
+    last_loss = mean_over(iter([next(stream)]), "the batch after the last step")
+    losses["loss after the last step"] = last_loss
     updated = copy_of(model.named_parameters())
     state = copy_of(
         (f"{name} {key}", value)
         for name, p in model.named_parameters()
         for key, value in state_of(optimizers, p).items()
     )
-    tensors = initial, filled, kept, masks, updated, state
+    tensors = initial, filled, step_gradients, masks, updated, state
     return Reference(*tensors, losses, norms, rates, buffers, groups, step, weights, promises)
 
 

@@ -44,7 +44,7 @@ def kind_of(names: Iterable[str]) -> str:
 @cache
 def _rank(name: str) -> int:
     """The index in KINDS of a name."""
-    matches = (at for at, (_, of) in enumerate(_KINDS) if re.search(of, name))
+    matches = (index for index, (_, of) in enumerate(_KINDS) if re.search(of, name))
     return next(matches, len(_KINDS))
 
 
@@ -69,7 +69,7 @@ def seconds_by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     phases = [e for e in marks if _rank(e["name"]) < len(_KINDS)]
     threads: dict[Any, list[_Open]] = defaultdict(list)
     launches: dict[int, int] = {}  # correlation -> rank
-    of_loss: set[int] = set()  # graph nodes of the loss
+    loss_nodes: set[int] = set()  # graph nodes of the loss
     operators: list[list[float]] = []
     kernels = []
     for event in spans:
@@ -87,20 +87,20 @@ def seconds_by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         above = [stack[-1].rank] if stack else [_rank(e["name"]) for e in phases if _in(e, start)]
         rank = min(_rank(event["name"]), *above, len(_KINDS))
         node = args.get("Sequence number", -1)
-        if args.get("Fwd thread id") and node in of_loss:  # the backward of what the loss called
+        if args.get("Fwd thread id") and node in loss_nodes:  # the backward of what the loss called
             rank = min(rank, KINDS.index("loss"))
         elif rank == KINDS.index("loss") and node >= 0:
-            of_loss.add(node)
+            loss_nodes.add(node)
         if not any(_in(step, start) for step in steps):
             continue
-        own = stack[-1].own if stack else [0.0, 0.0]
+        entry = stack[-1].own if stack else [0.0, 0.0]
         if launch:
             launches[args.get("correlation", -1)] = rank
         elif category == "cpu_op":
-            own[1] -= event["dur"]
-            own = [rank, event["dur"]]
-            operators.append(own)
-        stack.append(_Open(start + event["dur"], rank, own))
+            entry[1] -= event["dur"]
+            entry = [rank, event["dur"]]
+            operators.append(entry)
+        stack.append(_Open(start + event["dur"], rank, entry))
     totals: dict[int, float] = defaultdict(float)
     busy = end = 0.0
     for event in kernels:  # streams may overlap
@@ -131,9 +131,9 @@ def draw(tables: Mapping[str, Mapping[str, float]], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     lefts = dict.fromkeys(tables, 0.0)
-    for at, kind in enumerate((*KINDS, GAPS)):
+    for index, kind in enumerate((*KINDS, GAPS)):
         widths = [1e3 * table[kind] for table in tables.values()]
-        color = f"C{at}" if kind != GAPS else "#f1f1f1"
+        color = f"C{index}" if kind != GAPS else "#f1f1f1"
         bars = axes.barh([*tables], widths, left=[*lefts.values()], color=color, label=kind)
         axes.bar_label(bars, [f"{w:.0f}" if w >= 1 else "" for w in widths], label_type="center")
         lefts = {name: lefts[name] + w for name, w in zip(tables, widths, strict=True)}

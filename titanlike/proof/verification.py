@@ -82,7 +82,7 @@ class OutOfMemory(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Found:
+class Verdict:
     """rows: of all ranks; missing: tensors in no stage, a line each; groups: of a full batch, see
     `Reference`."""
 
@@ -118,7 +118,7 @@ def compare_with_one_process(
     reference: Path | None = None,
     recorder: Recorder | None = None,
     wrong: Wrong | None = None,
-) -> Found:
+) -> Verdict:
     """Compare, with the same result on all ranks. Collective. Raises OutOfMemory on all if one
     process has too little memory.
 
@@ -150,11 +150,11 @@ def compare_with_one_process(
     # each element once per replica, and once per copy of a tied weight
     for name, placement in run.plan.placements.items():  # and once per rank that has it
         copies[name] *= placement.copies
-    wanted = {n: t.numel() * config.replicate * copies[n] for n, t in exact.initial.items()}
+    expected = {n: t.numel() * config.replicate * copies[n] for n, t in exact.initial.items()}
     compared = {row.name: row.elements for row in rows if row.kind == "initial"}
     missing = [
         f"{name}: {compared.get(name, 0)} of {elements} elements are in a stage"
-        for name, elements in wanted.items()
+        for name, elements in expected.items()
         if compared.get(name) != elements
     ]
     compared = {row.name for row in rows if row.kind == "buffer"}
@@ -162,15 +162,15 @@ def compare_with_one_process(
     if worker.rank == 0 and reference is None:
         path.unlink()
     groups = exact.groups.get(config.batch_size, 1)
-    found = Found(rows, missing, groups, every, exact.step)
+    result = Verdict(rows, missing, groups, every, exact.step)
     if recorder is not None and wrong is not None:
         text = recorder.operation(run, config, path.parent, wrong)
-        found = replace(found, operation=text)
+        result = replace(result, operation=text)
     elif recorder is not None:
         wrongs, gradients = recorder.compared(run, config, path.parent)
-        found = replace(found, wrong=wrongs, gradients=gradients)
+        result = replace(result, wrong=wrongs, gradients=gradients)
     close_mesh()
-    return found
+    return result
 
 
 def apart(worker: Worker, name: str, ranks: int | None = None) -> Worker:
@@ -287,19 +287,19 @@ def _compare_layout(
     fill({name: exact.initial[name] for name in exact.filled})
     for name, parameter, part in parameters() if config.verify.against else ():
         yield compare("initial", name, parameter, exact.initial[name], part=part)
-    of_validation = validate(run, config, data)
-    assert of_validation is not None, "it is not stopped"
-    losses = {VALIDATION_LOSS: of_validation["loss"]}
+    validation = validate(run, config, data)
+    assert validation is not None, "it is not stopped"
+    losses = {VALIDATION_LOSS: validation["loss"]}
 
     def compare_gradients() -> None:
         """Before the update of the step that is compared."""
         for name, parameter, part in parameters():
             in_bf16 = rounded.gradients[name] if rounded else None
             reference = exact.gradients[name]
-            mine = parameter.grad if reference.any() else gradient_of(parameter)
-            if recorder is not None and mine is not None and name in recorder.shares:
-                recorder.gradients[name] = mine.clone(), part
-            rows.append(compare("gradient", name, mine, reference, in_bf16, part=part))
+            gradient = parameter.grad if reference.any() else gradient_of(parameter)
+            if recorder is not None and gradient is not None and name in recorder.shares:
+                recorder.gradients[name] = gradient.clone(), part
+            rows.append(compare("gradient", name, gradient, reference, in_bf16, part=part))
         rows.extend(_compare_copies(run, "gradient"))
 
     rows: list[Comparison] = []
@@ -359,11 +359,11 @@ def _compare_copies(run: Run, kind: str) -> Iterator[Comparison]:
             if name not in placements or (copies := placements[name].copies) == 1:
                 continue
             value = gradient_of(parameter) if kind == "gradient" else parameter
-            mine = local(value.detach()).contiguous()
-            every = [torch.empty_like(mine) for _ in range(ranks.size)]
-            dist.all_gather(every, mine, group=ranks.group)
+            tensor = local(value.detach()).contiguous()
+            every = [torch.empty_like(tensor) for _ in range(ranks.size)]
+            dist.all_gather(every, tensor, group=ranks.group)
             first = every[ranks.rank // copies * copies].cpu()
-            yield compare(f"{axis} {kind}", name, mine, first)
+            yield compare(f"{axis} {kind}", name, tensor, first)
 
 
 def _compare_states(run: Run, exact: Reference, rounded: Reference | None) -> Iterator[Comparison]:
@@ -371,11 +371,11 @@ def _compare_states(run: Run, exact: Reference, rounded: Reference | None) -> It
     so that a step counted too often is found."""
     for stage in run.stage_states:
         for parameter_name, parameter in stage.parameters():
-            mine = state_of(stage.optimizers, parameter)
-            of_parameter = f"{parameter_name} "
-            expected = {name for name in exact.state if name.startswith(of_parameter)}
-            for name in sorted(expected | {of_parameter + key for key in mine}):
-                value = mine.get(name.removeprefix(of_parameter))
+            state = state_of(stage.optimizers, parameter)
+            prefix = f"{parameter_name} "
+            expected = {name for name in exact.state if name.startswith(prefix)}
+            for name in sorted(expected | {prefix + key for key in state}):
+                value = state.get(name.removeprefix(prefix))
                 # not a step count
                 like = value is not None and value.shape == parameter.shape
                 part = stage.part(parameter_name) if like else None
@@ -390,15 +390,15 @@ def _compare_states(run: Run, exact: Reference, rounded: Reference | None) -> It
                 yield compare("state", name, value, reference, in_bf16, part=part)
 
 
-def print_found(config: Config, found: Found, other: str = "one process in plain torch") -> None:
+def print_found(config: Config, result: Verdict, other: str = "one process in plain torch") -> None:
     """Print the worst first within each kind: all that differ, and the largest few of the rest."""
-    console, rows, groups = Console(steps=1), found.rows, found.groups
+    console, rows, groups = Console(steps=1), result.rows, result.groups
     shown = []
     for _, group in groupby(sorted(rows, key=kind_order), lambda row: row.kind):
-        of_kind = sorted(group, key=lambda row: (row.agrees, -row.relative))
-        count = max(3, sum(not row.agrees for row in of_kind))
-        shown += of_kind[:count]
-        if agreeing := of_kind[count:]:
+        rows_of_kind = sorted(group, key=lambda row: (row.agrees, -row.relative))
+        count = max(3, sum(not row.agrees for row in rows_of_kind))
+        shown += rows_of_kind[:count]
+        if agreeing := rows_of_kind[count:]:
             total = reduce(operator.add, agreeing)
             shown.append(replace(total, name=f"... {len(agreeing)} more"))
     title = f"against {other} ({config.precision.name})"
@@ -410,11 +410,11 @@ def print_found(config: Config, found: Found, other: str = "one process in plain
         verdict = "ok" if row.name.startswith("...") else row.verdict
         cells.append((row.kind, row.name, *numbers, verdict))
     console.table(title, ["what", "name", "largest", "difference", "relative", ""], cells)
-    for text in found.missing:
+    for text in result.missing:
         console.line(f"DIFFERS: {text}")
     if grown := sum(row.amplified for row in rows):
         console.line(
             f"{grown} comparisons differ as rounding does: one process is as far from itself with "
             "weights changed by 2e-7, or on an accelerator with other microbatches"
         )
-    console.line(found.verdict)
+    console.line(result.verdict)

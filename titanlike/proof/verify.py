@@ -14,7 +14,7 @@ from titanlike.config.schema import Config, Precision
 from titanlike.config.validate import problems
 from titanlike.launch.worker import Worker
 from titanlike.proof.verification import (
-    Found,
+    Verdict,
     apart,
     compare_with_one_process,
     compute_reference,
@@ -26,8 +26,8 @@ from titanlike.training.session import open_data_on_every_rank
 def verify(config: Config, worker: Worker) -> dict[str, Any]:
     """Compare, print a table, locate failures, write verdict.json; return exit_code 0 if everything
     agrees, else 1."""
-    every: list[Found] = []
-    dump: list[Found] = []
+    every: list[Verdict] = []
+    dump: list[Verdict] = []
     path: Path | None = None
     if config.verify.against:
         from titanlike.proof.against import compare_with_dump, with_batches
@@ -72,13 +72,13 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     if config.verify.repro and not agrees and "repro" not in located and worker.rank == 0:
         print("repro: none: it is of layouts that differ by more than bits; try numerics=fast")
     verdict = {"verdict": "PASS" if agrees else "FAIL", **_fields(every, located)}
-    for found in dump:
+    for each in dump:
         from titanlike.proof.localization import first_place
 
-        first = {} if found.agrees else first_place(found, config, "gradients, from the last layer")
+        first = {} if each.agrees else first_place(each, config, "gradients, from the last layer")
         verdict["against"] = _fields(dump, first)
         if worker.rank == 0:
-            print_found(config, found, f"{config.verify.against}")
+            print_found(config, each, f"{config.verify.against}")
             print(*first.get("first", ()), sep="\n")
     if worker.rank == 0:
         if path is not None:
@@ -90,10 +90,10 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     return verdict | {"value": worst, "exit_code": 0 if agrees else 1}
 
 
-def _fields(of: list[Found], first: dict[str, Any]) -> dict[str, Any]:
+def _fields(of: list[Verdict], first: dict[str, Any]) -> dict[str, Any]:
     return {
-        "comparisons": sum(len(found.rows) for found in of),
-        "differ": [row.full_name for found in of for row in found.rows if not row.agrees],
-        "missing": [text for found in of for text in found.missing],
+        "comparisons": sum(len(result.rows) for result in of),
+        "differ": [row.full_name for result in of for row in result.rows if not row.agrees],
+        "missing": [text for result in of for text in result.missing],
         "first_difference": first or None,
     }
