@@ -100,8 +100,7 @@ TOOLS = {
     "export": Command("checkpoint.hf_export.main", "write a checkpoint for transformers"),
     "generate": Command("generation.commands.generate_main", "write text with a trained model"),
     "evaluate": Command(
-        "generation.commands.evaluate_main",
-        "perplexity, bits a byte, and lm-evaluation-harness",
+        "generation.commands.evaluate_main", "perplexity, bits a byte, and lm-evaluation-harness"
     ),
     "report": Command("driver.tools.report", "runs as one page: report.html"),
     "sweep": Command("driver.sweep_table.main", "print and draw the table of a sweep"),

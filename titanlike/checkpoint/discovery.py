@@ -227,9 +227,8 @@ def incompatibility(
     from titanlike.checkpoint.integrity import read_state
 
     saved, identity = (state or read_state(path))["same"], run_identity(config)
-    new = [
-        k for k in identity if k.startswith("model.") and k not in saved
-    ]  # keys that only the new config has
+    # keys that only the new config has
+    new = [k for k in identity if k.startswith("model.") and k not in saved]
     defaults = {}
     if new or saved.keys() - identity.keys():
         from titanlike.models.registry import complete_arguments  # imports torch, and the model

@@ -276,9 +276,8 @@ class WriterProcess:
         code += f"from titanlike.checkpoint.staging import serve; serve({theirs.fileno()})"
         # the process must not use the trainer's GPU
         env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        before = signal.pthread_sigmask(
-            signal.SIG_BLOCK, _SIGNALS
-        )  # until the process ignores them
+        # until the process ignores them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],

@@ -255,9 +255,8 @@ class CheckpointWriter:
         if (error := save.future.exception()) is not None:
             text = _reason(save, error)
             with contextlib.suppress(Exception):  # if this fails, the next launch deletes it
-                delete_checkpoint(
-                    save.folder
-                )  # before logging: events.jsonl may be on the same full disk
+                # before logging: events.jsonl may be on the same full disk
+                delete_checkpoint(save.folder)
             self._events.log("save_failed", step, f"{text}; training continues without it")
             return
         self._events.log(

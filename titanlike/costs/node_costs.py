@@ -170,9 +170,8 @@ class NodeCosts:
     flops: int = 0  # forward and backward, causal attention counted in full
     saved: int = 0  # bytes that the forward saves for the backward
     inputs: int = 0  # bytes of inputs that require a gradient
-    results: Mapping[str, int] = field(
-        default_factory=dict
-    )  # operator -> bytes of its results in the forward
+    # operator -> bytes of its results in the forward
+    results: Mapping[str, int] = field(default_factory=dict)
     # bytes held for deferred weight gradients; the same in compiled blocks, where each layer has a
     # copy
     queued: tuple[int, int] = (0, 0)

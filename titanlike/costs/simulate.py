@@ -94,11 +94,7 @@ class Simulation:
 
 
 def simulate(
-    order: Order,
-    stages: Sequence[StageTimes],
-    *,
-    runs_ahead: bool = True,
-    agree: float = 0.0,
+    order: Order, stages: Sequence[StageTimes], *, runs_ahead: bool = True, agree: float = 0.0
 ) -> Simulation:
     """Simulate a step. stages: times of each stage; runs_ahead: whether the device is asynchronous;
     agree: seconds of the all-reduce of the gradient norm.

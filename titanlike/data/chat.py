@@ -196,11 +196,7 @@ _META = "meta.json"
 
 
 def _write(
-    folder: Path,
-    files: list[Path],
-    data: ChatData,
-    seq_len: int,
-    template: ChatTemplate,
+    folder: Path, files: list[Path], data: ChatData, seq_len: int, template: ChatTemplate
 ) -> None:
     about: dict[str, Any] = {"conversations": 0, "answers": 0, "cut": 0, "dropped": 0}
     ended, forms = False, set[str]()
@@ -499,9 +495,8 @@ def find_template(
     source, where = BUILT_IN, "built-in"
     if tokenizer != "bytes":
         known = read_beside(beside, "tokenizer_config.json").get("chat_template")
-        end = read_beside(beside, "generation_config.json").get(
-            "eos_token_id"
-        )  # an id or a list of ids
+        # an id or a list of ids
+        end = read_beside(beside, "generation_config.json").get("eos_token_id")
         if isinstance(known, list):  # several templates, by name
             known = {one["name"]: one["template"] for one in known}.get("default")
     ends = [i for i in (end if isinstance(end, list) else [end]) if type(i) is int]

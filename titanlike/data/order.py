@@ -80,10 +80,8 @@ class GlobalBatchSampler:
         self._offset = dp_rank * self._local
         self._step = step
         self._steps = max(1, _BLOCK // self._local)  # steps in a block
-        self._block: tuple[int, list[list[int]]] = (
-            -1,
-            [],
-        )  # (block's number, samples of each step)
+        # (block's number, samples of each step)
+        self._block: tuple[int, list[list[int]]] = (-1, [])
 
     def __iter__(self) -> GlobalBatchSampler:
         return self

@@ -10,10 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from titanlike.config.errors import Problem
-from titanlike.config.schema import (
-    Config,
-    Custom,
-)
+from titanlike.config.schema import Config, Custom
 from titanlike.data.kinds import DataError, kind_of, loader_workers, of_all
 from titanlike.metrics.units import size
 

@@ -32,14 +32,7 @@ from titanlike.data.hf_dataset import text_of
 from titanlike.data.kinds import DataError
 from titanlike.data.mixture import Points, weight_at
 from titanlike.data.order import shuffled_index, splitmix64
-from titanlike.data.text import (
-    COMPRESSED,
-    TABLES,
-    BadRecord,
-    documents,
-    jsonl_text,
-    kind_of_file,
-)
+from titanlike.data.text import COMPRESSED, TABLES, BadRecord, documents, jsonl_text, kind_of_file
 from titanlike.data.tokenizer import Tokenizer
 from titanlike.torch_private.loader_worker import read_as_part
 

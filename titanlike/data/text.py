@@ -34,14 +34,7 @@ import numpy as np
 
 from titanlike.config.errors import Problem, as_override
 from titanlike.config.files import open_regular, read_object
-from titanlike.config.schema import (
-    ChatData,
-    Config,
-    HFData,
-    MixtureData,
-    StreamData,
-    TextData,
-)
+from titanlike.config.schema import ChatData, Config, HFData, MixtureData, StreamData, TextData
 from titanlike.data.kinds import DataError, Vocabulary, missing_package
 from titanlike.data.order import is_for_validation
 from titanlike.data.token_files import TokenFile

@@ -321,9 +321,7 @@ class SentencePieceTokenizer:
 
 
 def _between(
-    text: str,
-    controls: dict[str, int],
-    encode: Callable[[str], tuple[list[int], list[Span]]],
+    text: str, controls: dict[str, int], encode: Callable[[str], tuple[list[int], list[Span]]]
 ) -> tuple[list[int], list[Span]]:
     """Encode as `located` does, with a tokenizer that knows no special tokens."""
     longest_first = sorted(controls, key=len, reverse=True)

@@ -15,13 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from titanlike.device.accelerator import (
-    accelerator,
-    count,
-    empty_cache,
-    is_accelerator,
-    name,
-)
+from titanlike.device.accelerator import accelerator, count, empty_cache, is_accelerator, name
 from titanlike.torch_private.accelerator import started, use_expandable_segments
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")

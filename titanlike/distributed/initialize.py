@@ -43,13 +43,7 @@ def piece_seed(seed: int, name: str, piece: int) -> int:
 
 
 def draw(
-    shape: torch.Size,
-    rows: slice,
-    seed: int,
-    name: str,
-    mean: float,
-    std: float,
-    threads: int = 1,
+    shape: torch.Size, rows: slice, seed: int, name: str, mean: float, std: float, threads: int = 1
 ) -> Tensor:
     """Rows `rows` of the fp32 tensor `name` of the given shape: normal(mean, std), on the CPU.
 

@@ -14,14 +14,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from titanlike.config.errors import (
-    Problem,
-    as_override,
-    as_typed,
-    nearest,
-    override_text,
-    quoted,
-)
+from titanlike.config.errors import Problem, as_override, as_typed, nearest, override_text, quoted
 from titanlike.config.other_frameworks import Context, translate
 from titanlike.config.overrides import SHORT, from_hydra, in_full, key_of
 from titanlike.config.schema import VARIANTS

@@ -43,13 +43,7 @@ from titanlike.config.errors import (
     typed_words,
 )
 from titanlike.config.imports import named_code, outside
-from titanlike.config.overrides import (
-    ADDED,
-    aliases_problem,
-    from_hydra,
-    key_of,
-    to_hydra,
-)
+from titanlike.config.overrides import ADDED, aliases_problem, from_hydra, key_of, to_hydra
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config

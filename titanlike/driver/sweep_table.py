@@ -334,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
     sweep's."""
     parser = argument_parser(
         "Print the table of a sweep, also while it runs, and write the page sweep.html into its "
-        "directory. Exit code 0 if all jobs are done, else 1.",
+        "directory. Exit code 0 if all jobs are done, else 1."
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="the sweep's run_dir")
     arguments = parser.parse_args(argv)

@@ -198,7 +198,7 @@ def report(argv: list[str]) -> int:
 
     parser = argument_parser(
         "Write a run's curves, events, configuration, layout, pictures and samples as one page, "
-        "also while it runs; several runs are laid over each other.",
+        "also while it runs; several runs are laid over each other."
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run_dir")
     parser.add_argument("--out", type=Path, help=f"the page (RUN/{FILE}; of several runs ./{FILE})")
@@ -217,7 +217,7 @@ def report(argv: list[str]) -> int:
 def scripts(argv: list[str] | None = None) -> int:
     """Copy the job scripts. The exit code is 2 if nothing was copied."""
     parser = argument_parser(
-        "Copy the job scripts of a scheduler into a folder. They need no checkout.",
+        "Copy the job scripts of a scheduler into a folder. They need no checkout."
     )
     parser.add_argument("scheduler", choices=("slurm", "kubernetes", "skypilot"))
     parser.add_argument("folder", metavar="DIR", type=Path, help="made if it does not exist")

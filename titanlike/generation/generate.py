@@ -21,12 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.checkpoint.integrity import MODEL
-from titanlike.checkpoint.reader import (
-    SavedModel,
-    ShardReader,
-    add_evaluation,
-    saved_model,
-)
+from titanlike.checkpoint.reader import SavedModel, ShardReader, add_evaluation, saved_model
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.imports import quiet_import
 from titanlike.config.received import Consent

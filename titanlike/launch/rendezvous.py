@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from titanlike.config.errors import some_names
-from titanlike.launch.failures import (
-    Failure,
-    PeerFailed,
-    error_path,
-    peer_failed,
-    write_failure,
-)
+from titanlike.launch.failures import Failure, PeerFailed, error_path, peer_failed, write_failure
 from titanlike.launch.signals import StopRequest
 
 if TYPE_CHECKING:

@@ -43,13 +43,7 @@ from titanlike.launch.failures import (
     root_cause,
     write_failure,
 )
-from titanlike.launch.rendezvous import (
-    FIRST_WAIT,
-    LONGER,
-    LONGEST_WAIT,
-    barrier,
-    in_words,
-)
+from titanlike.launch.rendezvous import FIRST_WAIT, LONGER, LONGEST_WAIT, barrier, in_words
 from titanlike.launch.signals import (
     GRACE,
     MAX_TIME,

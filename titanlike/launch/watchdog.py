@@ -50,13 +50,7 @@ from titanlike.launch.failures import (
     record_for_torchrun,
     write_failure,
 )
-from titanlike.launch.heartbeat import (
-    AFTER,
-    Beat,
-    Heartbeat,
-    innermost_frames,
-    read_beats,
-)
+from titanlike.launch.heartbeat import AFTER, Beat, Heartbeat, innermost_frames, read_beats
 from titanlike.launch.signals import exit_now
 from titanlike.launch.worker import Worker
 

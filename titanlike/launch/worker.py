@@ -28,13 +28,7 @@ from titanlike.config.errors import ConfigError
 from titanlike.config.imports import import_object
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import Config
-from titanlike.launch.failures import (
-    Failure,
-    clear_failures,
-    describe,
-    log_path,
-    write_failure,
-)
+from titanlike.launch.failures import Failure, clear_failures, describe, log_path, write_failure
 from titanlike.launch.heartbeat import heartbeat_path
 from titanlike.launch.process_end import collected_once_built
 from titanlike.launch.signals import STACKS, Interrupted, StopRequest
@@ -79,9 +73,8 @@ class Worker:
     store: Store | None  # with a prefix of this job; None for a job of one process
     overrides: list[str]
     stop_request: StopRequest = field(default_factory=StopRequest)
-    resources: contextlib.ExitStack = field(
-        default_factory=contextlib.ExitStack
-    )  # closed at its end
+    # closed at its end
+    resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     one_machine: bool = False  # whether all ranks are known to be on this machine
     # in the process that reports the job: called for a hang, which no exception can end
     report_failure: Callable[[Failure], None] | None = None

@@ -54,9 +54,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Attention [B, H, T, E] and [B, K, T, E] twice -> [B, T, H, E], without probabilities."""
     if isinstance(attention_mask, Documents):
-        result = attention(
-            query, key, value, attention_mask, scale=scaling, dropout=dropout
-        )  # [B, H, T, E]
+        # [B, H, T, E]
+        result = attention(query, key, value, attention_mask, scale=scaling, dropout=dropout)
         return result.transpose(1, 2).contiguous(), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

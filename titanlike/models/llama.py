@@ -114,10 +114,8 @@ class Attention(nn.Module):
         included. With sinks or a window the mask is `Documents`, or with a cache a tensor."""
         super().__init__()
         self.head_dim = head_dim or hidden_size // heads
-        self.widths = (
-            heads * self.head_dim,
-            heads * self.head_dim,
-        )  # features of queries, of results
+        # features of queries, of results
+        self.widths = (heads * self.head_dim, heads * self.head_dim)
         self.q_proj = nn.Linear(hidden_size, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=bias)

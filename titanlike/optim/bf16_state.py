@@ -31,10 +31,7 @@ class Bf16StateAdamW(EachParameter):
     """torch.optim.AdamW(fused=True) with bf16 state."""
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        config: AdamW,
-        context: OptimizerContext,
+        self, groups: list[dict[str, Any]], config: AdamW, context: OptimizerContext
     ) -> None:
         defaults = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
         super().__init__(groups, defaults)

@@ -70,9 +70,8 @@ class CustomMetrics:
     ) -> None:
         self.names, self._functions = [*functions], [*functions.values()]
         self._mesh, self._loss, self._tp, self._sums = mesh, loss, tp, sums
-        self._copies = mesh.world_size // (
-            mesh.pp * mesh.stage_copies
-        )  # ranks with the same tokens
+        # ranks with the same tokens
+        self._copies = mesh.world_size // (mesh.pp * mesh.stage_copies)
         self._found: list[Tensor] | None = None  # a vector per output; None = not watching
 
     def begin(self) -> None:

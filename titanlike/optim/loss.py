@@ -180,9 +180,7 @@ def logits_of(output: Any) -> Any:
 
 
 def build_loss(
-    config: Settings,
-    device: torch.device | None = None,
-    divided: DividedCrossEntropy | None = None,
+    config: Settings, device: torch.device | None = None, divided: DividedCrossEntropy | None = None
 ) -> Loss:
     """Build the loss that a config names. Raises ConfigError if it is a custom loss and invalid.
 

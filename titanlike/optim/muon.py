@@ -30,10 +30,7 @@ class Muon(SkippingOptimizer):
     """Updates matrices by their orthogonalized momentum; the arithmetic of torch.optim.Muon."""
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        config: MuonConfig,
-        context: OptimizerContext,
+        self, groups: list[dict[str, Any]], config: MuonConfig, context: OptimizerContext
     ) -> None:
         """Collective over the ranks that share the matrices.
 

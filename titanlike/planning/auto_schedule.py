@@ -28,10 +28,7 @@ from titanlike.config.schema import AutoSchedule, AutoSplit, Config, PointSplit
 from titanlike.costs.auto_split import StageCosts, best_split, moved_units
 from titanlike.costs.unit_costs import CostError
 from titanlike.graph.partition import SplitError, partition
-from titanlike.pipeline.from_config import (
-    build_order,
-    microbatch_problem,
-)
+from titanlike.pipeline.from_config import build_order, microbatch_problem
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.order_check import check_order
 from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, one_f_one_b, vee

@@ -235,10 +235,7 @@ def make_estimate(
     if times is None:
         times = layout_times(config, plan, hardware)
     simulation = simulate(
-        plan.order,
-        times.stages,
-        runs_ahead=hardware.runs_ahead,
-        agree=agreement(config, hardware),
+        plan.order, times.stages, runs_ahead=hardware.runs_ahead, agree=agreement(config, hardware)
     )
     return Estimate(config, hardware, plan, times, simulation)
 

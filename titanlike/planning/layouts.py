@@ -40,11 +40,7 @@ class Candidate:
 
 
 def candidates(
-    combination: list[str],
-    compose: Compose,
-    ranks: int,
-    machine: int,
-    space: SearchSpace,
+    combination: list[str], compose: Compose, ranks: int, machine: int, space: SearchSpace
 ) -> Iterator[Candidate]:
     """Yield every layout of `ranks` ranks that agrees with the overrides in `combination`.
 

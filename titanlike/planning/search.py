@@ -31,11 +31,7 @@ from titanlike.costs.unit_costs import CostError
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Transform
 from titanlike.metrics import units
-from titanlike.pipeline.from_config import (
-    build_order,
-    defers_weight_gradients,
-    stage_count,
-)
+from titanlike.pipeline.from_config import build_order, defers_weight_gradients, stage_count
 from titanlike.pipeline.order import Order
 from titanlike.planning.estimate import (
     CostTable,

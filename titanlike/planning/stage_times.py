@@ -32,13 +32,7 @@ from titanlike.config.schema import (
     ScaledPrecision,
 )
 from titanlike.costs.auto_split import seconds_of_run
-from titanlike.costs.node_costs import (
-    ATTENTION,
-    NodeCosts,
-    Operator,
-    Operators,
-    attention_share,
-)
+from titanlike.costs.node_costs import ATTENTION, NodeCosts, Operator, Operators, attention_share
 from titanlike.costs.rank_memory import StageLayout
 from titanlike.costs.simulate import Duration, StageTimes
 from titanlike.costs.unit_costs import CostError
@@ -201,9 +195,8 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
     units = memory.units()
     blocks = {unit.name for unit in plan.model_graph.units if unit.block}
     save = config.activation_checkpoint.saved
-    saved_axes = (
-        {"ep"} if keeps(SEND_TOKENS, save) else ()
-    )  # axes without communication in recomputation
+    # axes without communication in recomputation
+    saved_axes = {"ep"} if keeps(SEND_TOKENS, save) else ()
     links, rates = {axis: link_of(config, axis, roofline.hardware) for axis in plan.peers}, {}
     for axis, link in links.items():
         way = str(getattr(plan.peers["cp"], "method", "")) if axis == "cp" else axis

@@ -120,9 +120,8 @@ class Run:
     pipeline: Pipeline
     transforms: dict[str, Transform]  # those applied to model and stages, see `transforms.py`
     async_scalars: AsyncScalars  # copies metrics off the device asynchronously
-    zero_gradients: (
-        ZeroGradients | None
-    )  # finds parameters that do not learn; None = not looked for
+    # finds parameters that do not learn; None = not looked for
+    zero_gradients: ZeroGradients | None
     weights_source: str  # where initial weights come from, for the opening table
     own: CustomMetrics | None = None  # by `metrics.own`
     phases: StepPhases = field(default_factory=StepPhases)  # for profile and timeline

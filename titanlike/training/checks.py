@@ -249,10 +249,7 @@ def split_problems(config: Config, model: nn.Module) -> list[Problem]:
 
 
 def stage_problems(
-    config: Config,
-    model_graph: ModelGraph,
-    graphs: list[StageGraph],
-    evaluated: list[StageGraph],
+    config: Config, model_graph: ModelGraph, graphs: list[StageGraph], evaluated: list[StageGraph]
 ) -> list[Problem]:
     """Problems between the cut stages: activations that cannot be sent, or differ in evaluation; a
     compiled model without blocks; what `numerics=exact` excludes; batch norms on several stages."""

@@ -100,5 +100,5 @@ MEASURED = [
         lambda measuring: measuring.terms,
         every=lambda config: int(config.metrics.microbatch_losses),
         finish=_losses,
-    ),
+    )
 ]

@@ -84,9 +84,8 @@ def opening(session: Session) -> None:
     auto_split, headings, rows = plan.auto_split, ["rank", "stage", "modules", "parameters"], []
     if mesh.layer_ranks > 1 or config.ep > 1:
         headings[-1] += " of a rank's part"
-    costed = (
-        auto_split if auto_split is not None and auto_split.cost != "params" else None
-    )  # has a column already
+    # has a column already
+    costed = auto_split if auto_split is not None and auto_split.cost != "params" else None
     if costed:
         headings.append("memory" if costed.cost == "memory" else "one microbatch")
     chosen, recomputed = plan.recomputed, config.activation_checkpoint.name != "none"

@@ -92,9 +92,8 @@ class _Built:
     config: Config
     mesh: Mesh
     plan: Plan
-    made: dict[str, Transform] = field(
-        default_factory=dict
-    )  # those of the rows above, and of `_MODEL`
+    # those of the rows above, and of `_MODEL`
+    made: dict[str, Transform] = field(default_factory=dict)
 
 
 def stage_transforms(config: Config, mesh: Mesh, plan: Plan) -> dict[str, Transform]:
