@@ -231,13 +231,13 @@ def test_a_recipe_sets_the_scaling_granularity(
 @pytest.mark.parametrize("weights", [True, False])
 def test_experts_multiply_rows_that_are_rounded_to_float8(weights: bool) -> None:
     """A row with a scale of its own; in weight gradients a feature of an expert's tokens, or bf16."""
-    from titanlike.parallel.float8_experts import product
+    from titanlike.parallel.float8_experts import Product
 
     torch.manual_seed(0)
     counts, (weight, x, g) = [5, 0, 20, 7], map(torch.randn, [(4, 16, 48), (32, 48), (32, 16)])
     x.requires_grad_()
     weight.requires_grad_()
-    out = product(weights, kernels=False)(x, weight, torch.tensor(counts))
+    out = Product(nn.Module(), weights, kernels=False)(x, weight, torch.tensor(counts))
     out.backward(g)
     parts = zip(x.detach().split(counts), g.split(counts), weight.detach(), strict=True)
     for i, (rows, gradients, matrix) in enumerate(parts):
@@ -250,6 +250,66 @@ def test_experts_multiply_rows_that_are_rounded_to_float8(weights: bool) -> None
         low = by_row if weights else lambda matrix: matrix
         torch.testing.assert_close(weight.grad[i], low(gradients.t()) @ low(rows.t()).t())
     assert 0.01 < (out[:5] - x[:5] @ weight[0].t()).norm() / out[:5].norm() < 0.1
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_gpus_kernels_are_given_what_they_take(
+    weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written down in plain torch, they give what is emulated."""
+    import torchao.prototype.moe_training.kernels as triton
+
+    from titanlike.parallel import float8_experts
+    from titanlike.parallel.float8_experts import Product, operand
+
+    def rowwise(x: Tensor, kind: torch.dtype, powers: bool) -> tuple[Tensor, Tensor]:
+        assert x.is_contiguous() and kind == torch.float8_e4m3fn and powers
+        return operand(x)
+
+    def dual(g: Tensor, x: Tensor, ends: Tensor, kind: torch.dtype, powers: bool) -> Any:
+        assert kind == torch.float8_e4m3fn and powers
+        results = []
+        for tensor in (g, x):
+            parts = [operand(part.t()) for part in groups(tensor[: ends[-1]], ends)]
+            data = torch.cat([data for data, _ in parts], 1)
+            rest = torch.zeros(len(tensor) - int(ends[-1]), data.shape[0]).t().to(kind)
+            results += [torch.cat([data, rest], 1).t(), torch.cat([s.flatten() for _, s in parts])]
+        return results
+
+    def groups(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+        return x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+
+    def grouped(a: Tensor, b: Tensor, scales: Any, ends: Tensor, dtype: torch.dtype) -> Tensor:
+        assert a.stride(-1) == 1 and b.stride(-2) == 1 and not (ends % 16).any()
+        of_a, of_b = scales
+        result = []
+        if b.dim() == 3:
+            assert of_a.shape == a.shape[:1] and of_b.shape == (len(b), b.shape[2])
+            rows = groups((a.float() / of_a[:, None])[: ends[-1]], ends)
+            of_group = zip(rows, b.float() / of_b[:, None], strict=True)
+            result = [part @ matrix for part, matrix in of_group]
+            return torch.cat(
+                [*result, a.new_zeros(len(a) - int(ends[-1]), b.shape[2], dtype=dtype)]
+            )
+        of_group = zip(groups(a.t()[: ends[-1]], ends), groups(b[: ends[-1]], ends), strict=True)
+        pairs = zip(of_group, of_a.view(len(ends), -1), of_b.view(len(ends), -1), strict=True)
+        for (left, right), of_left, of_right in pairs:
+            result.append((left.float() / of_left).t() @ (right.float() / of_right))
+        return torch.stack(result)
+
+    monkeypatch.setattr(triton, "triton_fp8_rowwise_2d_scale_and_cast", rowwise)
+    monkeypatch.setattr(triton, "triton_fp8_per_group_colwise_scales_dual", dual)
+    monkeypatch.setattr(float8_experts, "scaled_grouped_mm", grouped)
+    torch.manual_seed(0)
+    counts, (weight, x, g) = [5, 0, 20, 7], map(torch.randn, [(4, 16, 48), (32, 48), (32, 16)])
+    found = []
+    for kernels in (False, True):
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+        out = Product(nn.Module(), weights, kernels)(*inputs, torch.tensor(counts))
+        out.backward(g)
+        found.append([out, *(tensor.grad for tensor in inputs)])
+    for emulated, by_kernels in zip(*found, strict=True):
+        torch.testing.assert_close(by_kernels, emulated)
 
 
 def by_row(x: Tensor) -> Tensor:
@@ -425,6 +485,42 @@ def test_casting_weights_once_gives_the_losses_of_casting_in_each_matmul(
         assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
 
 
+EXPERTS_ONCE = {"zero 3, recomputed": {"dp": 2, "fsdp": Fsdp(3), "activation_checkpoint": FULL}}
+EXPERTS_ONCE_TOO: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "ep of all ranks, zero 2": {"dp": 2, "ep": 2, "fsdp": Fsdp(2)},
+    "zero 2": {"dp": 2, "fsdp": Fsdp(2)},
+    "ep, zero 3": {"dp": 4, "ep": 2, "fsdp": Fsdp(3)},
+    "ep, zbv": {"dp": 4, "ep": 2, "pp": 2, "schedule": "zbvzerobubble"},
+}
+
+
+def experts_config(layout: dict[str, Any]) -> Config:
+    model = moe(num_hidden_layers=2 * layout.get("pp", 1))
+    return config_of_casts(tiny(model=model, batch_size=16, **layout))
+
+
+@pytest.mark.parametrize("layout", cells(EXPERTS_ONCE, EXPERTS_ONCE_TOO))
+def test_matrices_of_experts_are_cast_once_a_step(layout: dict[str, Any], tmp_path: Path) -> None:
+    """For products of both directions."""
+    config = experts_config(layout)
+    seen = run_world(counting_casts, config, tmp_path, True, "experts")
+    assert seen == [2 * 2 * 3 * 2] * config.world_size  # 2 steps, 2 blocks on each rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", cells({}, EXPERTS_ONCE | EXPERTS_ONCE_TOO))
+def test_casting_experts_once_gives_the_losses_of_casting_in_each_matmul(
+    layout: dict[str, Any], tmp_path: Path
+) -> None:
+    for name in ("once", "each"):
+        config = experts_config(layout), tmp_path / name
+        run_world(counting_casts, *config, name == "once", "experts")
+    losses = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("once", "each")]
+    for one, other in zip(*losses, strict=True):
+        assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
+
+
 def config_of_casts(config: Config, recipe: str = "tensorwise") -> Config:
     if config.pp == 1:
         config = replace(config, schedule=Schedule("1f1b", 4))
@@ -433,18 +529,20 @@ def config_of_casts(config: Config, recipe: str = "tensorwise") -> Config:
     return replace(config, precision=replace(FLOAT8, recipe=recipe), **changes)
 
 
-def counting_casts(config: Config, worker: Worker, once: bool) -> int:
-    """Casts of weights, or of this rank's parts of them, in a run."""
-    from titanlike.parallel import float8, float8_linear
+def counting_casts(config: Config, worker: Worker, once: bool, of: str = "linear") -> int:
+    """Casts of weights, or of this rank's parts of them, in a run; of: linear layers or experts."""
+    from titanlike.parallel import float8, float8_experts, float8_linear
 
-    right, counted = float8_linear.to_fp8_saturated, 0
+    counted, module = 0, {"linear": float8_linear, "experts": float8_experts}[of]
+    right = module.to_fp8_saturated
 
     def counting(x: Tensor, kind: torch.dtype) -> Tensor:
         nonlocal counted
-        counted += x.shape[0] % 24 != 0 and not x.is_meta
+        is_weight = x.shape[0] % 24 != 0 if of == "linear" else x.dim() == 3
+        counted += is_weight and not x.is_meta
         return right(x, kind)
 
-    float8_linear.to_fp8_saturated = counting
+    module.to_fp8_saturated = counting
     if not once:
         float8.Float8.on_weights = lambda self, stage: None
     train(config, worker)

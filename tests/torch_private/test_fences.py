@@ -43,7 +43,7 @@ from titanlike.torch_private import distributed_checkpoint, pipeline_stage, tens
 from titanlike.torch_private.accelerator import use_expandable_segments
 from titanlike.torch_private.compiler import as_if_compiling, is_graph_break
 from titanlike.torch_private.fsdp import gather_with, reduce_missing_gradients
-from titanlike.torch_private.operators import TorchDispatchMode, decomposed
+from titanlike.torch_private.operators import TorchDispatchMode, decomposed, scaled_grouped_mm
 from titanlike.torch_private.pipeline_runtime import OrderRuntime, _Kind
 from titanlike.torch_private.process_groups import forget_groups_of_meshes
 from titanlike.training import checks
@@ -603,3 +603,14 @@ def test_a_dispatch_mode_in_inference_mode_sees_whole_operators() -> None:
     with torch.inference_mode(), Mode():
         layer(torch.empty(2, 3, 4, device="meta"))
     assert seen[:2] == ["aten::empty.memory_format", "aten::linear"] and "aten::addmm" in seen
+
+
+def test_the_public_scaled_grouped_product_has_no_meta_kernel() -> None:
+    kinds = nn.functional.ScalingType.RowWise
+    kind = {"dtype": torch.float8_e4m3fn, "device": "meta"}
+    a, b = torch.empty(64, 32, **kind), torch.empty(4, 48, 32, **kind).mT
+    of_a, of_b = torch.empty(64, device="meta"), torch.empty(4, 48, device="meta")
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    assert scaled_grouped_mm(a, b, (of_a, of_b), ends, torch.bfloat16).shape == (64, 48)
+    with pytest.raises(NotImplementedError):
+        nn.functional.scaled_grouped_mm(a, b, of_a, kinds, of_b, kinds, offs=ends)

@@ -322,6 +322,8 @@ class RankMemory:
         # buffer of a unit that is gathered while the previous one is copied out
         buffers = sorted(unit.gathered(self._computing) for unit in units)
         message = sum(buffers[-2:]) if gathered else 0
+        if self._config.precision.name == "float8" and state.shards == self._config.ep_shards > 1:
+            gathered += 2 * experts  # casts for two products, beside what FSDP has
         sharded = self._in_shards(numel, experts)
         unsharded = layout.zero == 1
         gradients = state.gradient * (numel if unsharded else sharded)  # once all are allocated

@@ -146,7 +146,9 @@ def in_bf16(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """A context in which the float8 modules among these compute in bf16; yields them."""
     modules = list(modules)
     layers: list[Any] = list(filter(in_float8, modules))
-    products = {m: vars(m).pop(PRODUCT) for m in modules if PRODUCT in vars(m) and is_experts(m)}
+    products = {m: vars(m)[PRODUCT] for m in modules if PRODUCT in vars(m) and is_experts(m)}
+    for experts, multiply in products.items():
+        vars(experts)[PRODUCT] = multiply.in_bf16
     replaced = [vars(layer).pop("forward", None) for layer in layers]  # of blocks that are layers
     for layer, forward in zip(layers, replaced, strict=True):
         vars(layer)[IN_BF16] = True

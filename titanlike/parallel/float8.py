@@ -76,11 +76,11 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
     for name in chosen - experts.keys():
         convert(model.get_submodule(name), recipe)
     if in_float8_too := chosen & experts.keys():
-        from titanlike.parallel.float8_experts import product
+        from titanlike.parallel.float8_experts import Product
 
         kernels = multiplies_float8(device, grouped=True)
-        multiply = product(settings.weight_gradients, kernels)
         for name in in_float8_too:
+            multiply = Product(experts[name], settings.weight_gradients, kernels)
             vars(experts[name])[PRODUCT] = multiply
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
     counts = len(chosen) - len(in_float8_too), linear, len(in_float8_too), len(experts)
@@ -114,6 +114,7 @@ class Float8(Transform):
     def open(self, mesh: Mesh, plan: Plan) -> None:
         self._shards: GroupInfo | None = None
         self._layers: list[Any] = []
+        self._products: list[Any] = []  # of experts
         self._tokens = plan.transforms["cp"].ranks if "cp" in plan.transforms else None
         if self._config.shards > 1:  # how many they are is all that is asked of them
             group = mesh.axes.get_group("shard")
@@ -130,16 +131,27 @@ class Float8(Transform):
 
             layers = [layer for layer in layers if gather_in_float8(layer)]
         self._layers += layers
+        products = [vars(m)[PRODUCT] for m in experts_of(stage).values() if PRODUCT in vars(m)]
+        if products:
+            from titanlike.parallel.float8_experts import gather_casts
+
+            for multiply in products:
+                gather_casts(multiply)
+            self._products += products
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        if self._layers:
-            from titanlike.parallel.float8_linear import cast_weights, drop_casts
+        with contextlib.ExitStack() as casts:
+            if self._layers:
+                from titanlike.parallel.float8_linear import cast_weights, drop_casts
 
-            cast_weights(self._layers, self._shards)
-            yield
-            drop_casts(self._layers)
-        else:
+                cast_weights(self._layers, self._shards)
+                casts.callback(drop_casts, self._layers)
+            if self._products:
+                from titanlike.parallel.float8_experts import cast_experts, drop_expert_casts
+
+                cast_experts(self._products)
+                casts.callback(drop_expert_casts, self._products)
             yield
 
     def in_one_process(self, model: nn.Module) -> None:

@@ -10,86 +10,141 @@ Shapes: N rows, E experts, I inputs, O outputs of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchao.float8.config import e4m3_dtype
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMMConfig
 from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
 from titanlike.parallel.float8_linear import MULTIPLE
+from titanlike.torch_private.dtensor import is_dtensor, local
+from titanlike.torch_private.fsdp import gather_other
+from titanlike.torch_private.operators import scaled_grouped_mm
 
-Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def product(weights: bool, kernels: bool) -> Multiply:
-    """What multiplies as `models/experts.py::expert_linear`, but operands in float8.
-
-    weights: also those of weight gradients; kernels: those of a GPU, or operands are rounded to
-    float8 and multiplied in fp32. One object for all experts: blocks share a graph.
-    """
-    if kernels and weights:
-        return _by_kernels
-    return partial(_Product.apply, weights, kernels)
+Operand = tuple[Tensor, Tensor]  # in e4m3, and the scale by which each row was multiplied
 
 
-def _by_kernels(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Kernels take the rows of an expert in multiples of 16: others are zeros."""
-    if rows.is_meta:
-        return _Product.apply(True, False, rows, weight, counts)
-    # with kernels of triton
-    from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm
+class Product:
+    """What multiplies in a module of experts as `models/experts.py::expert_linear`, but operands in
+    float8."""
 
-    # none of an expert would leave its weight gradient as the memory was
-    sizes = ((counts + MULTIPLE - 1) // MULTIPLE).clamp(min=1) * MULTIPLE
-    moved = (sizes - counts).cumsum(0) - (sizes - counts)  # by so many rows
-    place = torch.arange(len(rows), device=rows.device)
-    place += moved[_experts(rows, counts)]
-    most = -(-len(rows) // MULTIPLE) * MULTIPLE + MULTIPLE * len(counts)
-    padded = rows.new_zeros(most, rows.shape[1]).index_copy(0, place, rows)
-    ends = sizes.cumsum(0, dtype=torch.int32)
-    result = _to_fp8_rowwise_then_scaled_grouped_mm(
-        padded, weight.mT, ends, rows.dtype, pad_token_groups_for_grouped_mm=False
-    )
-    return result.index_select(0, place)
+    def __init__(self, experts: nn.Module, weights: bool, kernels: bool) -> None:
+        """weights: also those of weight gradients; kernels: those of a GPU, or operands are rounded
+        to float8 and multiplied in fp32."""
+        self.experts, self.weights, self.kernels = experts, weights, kernels
+        # of a parameter, as `cast_experts` has cast it or FSDP has gathered it: [E, O, I] for the
+        # forward, [E, I, O] for the input gradient, a scale behind each
+        self.casts: dict[str, tuple[Tensor, ...]] = {}
+        self.shards: dict[str, tuple[Tensor, ...]] = {}  # what FSDP gathers
+
+    def __call__(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        kernels = self.kernels and not rows.is_meta
+        return _Product.apply(self.weights, kernels, rows, weight, counts, *self._casts(weight))
+
+    def in_bf16(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """What `expert_linear` gives."""
+        if isinstance(weight, Float8TrainingTensor):
+            weight = _rounded(*self._casts(weight)[:2]).to(rows.dtype)
+        return torch.ops.titanlike.expert_linear(rows, weight, counts)
+
+    def _casts(self, weight: Tensor) -> tuple[Tensor, ...]:
+        for name, casts in self.casts.items():
+            if getattr(self.experts, name) is weight:
+                return casts
+        return ()
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weights: bool, kernels: bool, rows: Tensor, weight: Tensor, counts: Tensor
+        ctx: Any,
+        weights: bool,
+        kernels: bool,
+        rows: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        *casts: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(rows, weight, counts)
-        ctx.weights, ctx.product = weights, _by_kernels if kernels else _emulated
-        return ctx.product(rows, weight, counts)
+        ctx.save_for_backward(rows, counts, *(casts[2:] or (weight,)))
+        ctx.weights, ctx.kernels, ctx.given = weights, kernels, len(casts)
+        ctx.shape, ctx.dtype = weight.shape, weight.dtype
+        return _multiply(rows, casts[:2] or operand(weight), counts, kernels)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        rows, weight, counts = ctx.saved_tensors
+        rows, counts, *later = ctx.saved_tensors
         of_rows = of_weight = None
         if ctx.needs_input_grad[2]:
-            of_rows = ctx.product(gradient, weight.mT.contiguous(), counts)
+            transposed = later if ctx.given else operand(later[0].mT.contiguous())
+            of_rows = _multiply(gradient, transposed, counts, ctx.kernels)
         if ctx.needs_input_grad[3]:
-            if ctx.weights:
-                gradient, rows = (_by_expert(x, counts) for x in (gradient, rows))
-            like = gradient.new_empty(weight.shape)
-            of_weight = torch.ops.titanlike.expert_linear_weight(gradient, rows, counts, like)
-            of_weight = of_weight.to(weight.dtype)
-        return None, None, of_rows, of_weight, None
+            if ctx.weights and ctx.kernels:
+                of_weight = _weight_gradient(gradient, rows, counts)
+            else:
+                if ctx.weights:
+                    gradient, rows = (_by_expert(x, counts) for x in (gradient, rows))
+                like = gradient.new_empty(ctx.shape)
+                of_weight = torch.ops.titanlike.expert_linear_weight(gradient, rows, counts, like)
+            of_weight = of_weight.to(ctx.dtype)
+        return None, None, of_rows, of_weight, None, *(None for _ in range(ctx.given))
 
 
-def _emulated(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    rounded = _rounded(weight, weight.abs().amax(2, keepdim=True))
-    rows8 = _rounded(rows, rows.abs().amax(1, keepdim=True))
-    return torch.ops.titanlike.expert_linear(rows8, rounded, counts).to(rows.dtype)
+def operand(x: Tensor) -> Operand:
+    return _cast(x, x.abs().amax(-1, keepdim=True))
 
 
-def _rounded(x: Tensor, largest: Tensor) -> Tensor:
-    """In fp32."""
+def _cast(x: Tensor, largest: Tensor) -> Operand:
     scale = amax_to_scale(largest, e4m3_dtype, round_scales_to_power_of_2=True)
-    return to_fp8_saturated(x.float() * scale, e4m3_dtype).float() / scale
+    return to_fp8_saturated(x.float() * scale, e4m3_dtype), scale
+
+
+def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+    """In fp32."""
+    return x.float() / scale
+
+
+def _multiply(rows: Tensor, weight: Any, counts: Tensor, kernels: bool) -> Tensor:
+    """rows [N, I], weight an operand [E, O, I] -> [N, O]"""
+    if not kernels:
+        of_rows, of_weight = _rounded(*operand(rows)), _rounded(*weight)
+        return torch.ops.titanlike.expert_linear(of_rows, of_weight, counts).to(rows.dtype)
+    from torchao.prototype.moe_training.kernels import triton_fp8_rowwise_2d_scale_and_cast as cast
+
+    place, ends, most = _places(rows, counts)
+    x, scale = cast(_padded(rows, place, most), e4m3_dtype, True)
+    matrices, scales = weight
+    scales = scale.squeeze(1), scales.squeeze(2)
+    return scaled_grouped_mm(x, matrices.mT, scales, ends, rows.dtype).index_select(0, place)
+
+
+def _weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    from torchao.prototype.moe_training.kernels import (
+        triton_fp8_per_group_colwise_scales_dual as cast,
+    )
+
+    place, ends, most = _places(rows, counts)
+    g, g_scale, x, x_scale = cast(
+        _padded(gradient, place, most), _padded(rows, place, most), ends, e4m3_dtype, True
+    )
+    return scaled_grouped_mm(g.t(), x, (g_scale, x_scale), ends, rows.dtype)
+
+
+def _places(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Kernels take the rows of an expert in multiples of 16, others are zeros: the place of each
+    row, where experts end, how many rows there are."""
+    # none of an expert would leave its weight gradient as the memory was
+    sizes = ((counts + MULTIPLE - 1) // MULTIPLE).clamp(min=1) * MULTIPLE
+    moved = (sizes - counts).cumsum(0) - (sizes - counts)  # by so many rows
+    place = torch.arange(len(rows), device=rows.device) + moved[_experts(rows, counts)]
+    most = -(-len(rows) // MULTIPLE) * MULTIPLE + MULTIPLE * len(counts)
+    return place, sizes.cumsum(0, dtype=torch.int32), most
+
+
+def _padded(rows: Tensor, place: Tensor, most: int) -> Tensor:
+    return rows.new_zeros(most, rows.shape[1]).index_copy(0, place, rows)
 
 
 def _by_expert(x: Tensor, counts: Tensor) -> Tensor:
@@ -97,10 +152,61 @@ def _by_expert(x: Tensor, counts: Tensor) -> Tensor:
     expert = _experts(x, counts)
     largest = x.new_zeros(len(counts), x.shape[1])
     largest = largest.scatter_reduce(0, expert.unsqueeze(1).expand_as(x), x.abs(), "amax")
-    return _rounded(x, largest[expert])
+    return _rounded(*_cast(x, largest[expert]))
 
 
 def _experts(rows: Tensor, counts: Tensor) -> Tensor:
     """The expert of each row."""
     places = torch.arange(len(rows), device=rows.device)
     return torch.bucketize(places, counts.cumsum(0), right=True)
+
+
+# --- weights, once a step --------------------------------------------------------------------------
+
+
+def gather_casts(product: Product) -> None:
+    """Let FSDP gather what `cast_experts` has cast of a module's matrices, where each of its ranks
+    has whole experts; others it gathers in bf16."""
+    nan = torch.full((), float("nan"))  # who takes it for the weight has no number
+
+    def gather(name: str, weight: nn.Parameter) -> None:
+        def receive(*gathered: Tensor) -> Tensor:
+            product.casts[name] = gathered
+            scale = nan.to(gathered[0].device)
+            return Float8TrainingTensor(gathered[0], scale, torch.bfloat16, LinearMMConfig())
+
+        gather_other(weight, lambda: product.shards[name], receive)
+        product.shards[name] = ()
+
+    for name, weight in _matrices(product):
+        if (ranks := _ranks(weight)) > 1 and weight.shape[0] % ranks == 0:
+            gather(name, weight)
+
+
+@torch.no_grad()
+def cast_experts(products: Iterable[Product]) -> None:
+    """Cast what this rank has of each matrix for a step."""
+    for product in products:
+        for name, weight in _matrices(product):
+            if name in product.shards or _ranks(weight) == 1:
+                x = local(weight).to(torch.bfloat16)
+                casts = *operand(x), *operand(x.mT.contiguous())
+                (product.shards if name in product.shards else product.casts)[name] = casts
+
+
+def drop_expert_casts(products: Iterable[Product]) -> None:
+    """Free what `cast_experts` has made."""
+    for product in products:
+        # what was gathered is FSDP's
+        product.casts = {n: casts for n, casts in product.casts.items() if n in product.shards}
+        product.shards = dict.fromkeys(product.shards, ())
+
+
+def _matrices(product: Product) -> Iterator[tuple[str, nn.Parameter]]:
+    named = product.experts.named_parameters(recurse=False)
+    return ((name, parameter) for name, parameter in named if parameter.dim() == 3)
+
+
+def _ranks(weight: Any) -> int:
+    """Over which FSDP shards it."""
+    return weight.device_mesh.size(weight.device_mesh.ndim - 1) if is_dtensor(weight) else 1

@@ -268,7 +268,7 @@ def gather_in_float8(layer: Float8Linear) -> bool:
             data, scale, torch.bfloat16, settings, gemm_input_role=GemmInputRole.WEIGHT
         )
 
-    gather_other(weight, lambda: _held(layer).data.view(torch.uint8), receive)
+    gather_other(weight, lambda: (_held(layer).data.view(torch.uint8),), receive)
     return True
 
 

@@ -55,25 +55,26 @@ def gather_with(part: FSDPModule, block: nn.Module) -> None:
 
 
 def gather_other(
-    parameter: nn.Parameter, send: Callable[[], Tensor], receive: Callable[[Tensor], Tensor]
+    parameter: nn.Parameter,
+    send: Callable[[], tuple[Tensor, ...]],
+    receive: Callable[..., Tensor],
 ) -> None:
     """Let FSDP all-gather other bytes than a parameter's.
 
-    send: returns what this rank sends, in the shape of its shard; receive: makes the weight that
-    modules compute with from the gathered tensor, which it keeps. torch calls these hooks on tensor
+    send: returns what this rank sends, each with the rows of its shard; receive: makes the weight
+    that modules compute with from what was gathered of each, which it keeps. torch calls these hooks on tensor
     subclasses; a plain shard may have them, too (its `lazy_init`: "allow monkey patch"). Test:
     test_float8.py::test_a_weight_is_cast_once_a_step
     """
     shard: Any = parameter._local_tensor  # type: ignore[attr-defined]
 
     def before(mesh: Any) -> Any:
-        return (send(),), None
+        return send(), None
 
     def after(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
-        (gathered,) = outputs
-        made: Any = receive(gathered)
+        made: Any = receive(*outputs)
         if out is None:
-            return made, (gathered,)
+            return made, tuple(outputs)
         out._scale = made._scale
         return None
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload, _higher_order_ops
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["BatchNorm", "InstanceNorm", "OpOverload", "TorchDispatchMode"]
-__all__ += ["arguments_of", "decomposed", "operator_names"]
+__all__ += ["arguments_of", "decomposed", "operator_names", "scaled_grouped_mm"]
 
 _REGISTERED_LATE = ("torch.nn.attention.varlen",)  # these register operators when imported
 
@@ -40,3 +41,17 @@ def decomposed(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Test: `test_fences.py::test_a_dispatch_mode_in_inference_mode_sees_whole_operators`.
     """
     return operator.decompose(*args, **kwargs)
+
+
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Multiply groups of rows of `a`, or of its columns and rows of `b`, in float8; scales: by which
+    rows of `a` and columns of `b` were multiplied; ends: of each group.
+
+    The public function, torch.nn.functional.scaled_grouped_mm, has no meta kernel: a compiled block
+    cannot call it. Test: `test_fences.py::test_the_public_scaled_grouped_product_has_no_meta_kernel`.
+    """
+    of_a, of_b = scales[0].reciprocal(), scales[1].reciprocal()
+    multiply: Any = torch._scaled_grouped_mm
+    return multiply(a, b, of_a, of_b, ends, out_dtype=dtype, use_fast_accum=True)
