@@ -26,6 +26,7 @@ from titanlike.torch_private.autograd import in_backward, running_node, sequence
 # files whose lines are not reported
 _OTHERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), deferred_dynamo.__file__)
 _SHOWN = 3
+DIFFERS = ", by "
 # (this rank's result, one process's, those of ranks that may have partial sums) -> (their
 # comparison, whether it is the sum's)
 Compared = Callable[[Tensor, Tensor, list[Tensor]], tuple[Comparison | None, bool]]
@@ -116,7 +117,7 @@ def first_operation(
         if not compared_rows:
             alone.append(operation)
         elif wrong and not first:
-            first = f"operation: {operation}, by {wrong[0].relative:.1e}"
+            first = f"operation: {operation}{DIFFERS}{wrong[0].relative:.1e}"
             first += f"; {agreed} before it agree" if agreed else ""
             first += f"; before it {_names(alone)}" if alone else ""
             alone = []
@@ -146,7 +147,12 @@ def _by_kind(operations: list[Operation]) -> dict[tuple[str, int], Operation]:
 
 
 def _names(operations: Iterable[Operation]) -> str:
-    """Collectives first, then the last ones."""
-    names = dict.fromkeys(str(each) for each in reversed([*operations]))
-    last = sorted(names, key=lambda name: not name.startswith("c10d"))
-    return ", ".join(last[:_SHOWN]) + f" and {len(last) - _SHOWN} more" * (len(last) > _SHOWN)
+    """By line; collectives first, then the last ones."""
+    lines: dict[str, dict[str, None]] = {}
+    for operation in reversed([*operations]):
+        lines.setdefault(operation.line, {})[operation.name] = None
+    texts = [f"{', '.join(reversed(names))} ({line})" for line, names in lines.items()]
+    texts.sort(key=lambda text: "c10d" not in text)
+    return ", ".join(texts[:_SHOWN]) + f" and {len(texts) - _SHOWN} more lines" * (
+        len(texts) > _SHOWN
+    )

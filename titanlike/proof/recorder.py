@@ -21,7 +21,7 @@ from titanlike.distributed.placement import Part, Placement, experts_of, local_o
 from titanlike.distributed.transform import Transform
 from titanlike.graph.recording import tree_flatten
 from titanlike.proof.comparison import Comparison, compare
-from titanlike.proof.operations import Operations, first_operation
+from titanlike.proof.operations import DIFFERS, Operations, first_operation
 from titanlike.torch_private.autograd import in_backward
 from titanlike.torch_private.dtensor import local
 from titanlike.training.build import Run
@@ -225,7 +225,8 @@ class Recorder(Transform):
             return (sum_row, True) if sum_row is not None and sum_row.agrees else (row, False)
 
         texts = _gathered(first_operation(self.operations.found, reference, peers, compared))
-        return str(texts[wrong.rank])
+        differs = [f"{t} on rank {rank}" for rank, t in enumerate(texts) if DIFFERS in t]
+        return [*differs, texts[wrong.rank]][0]
 
     def _explained(
         self, reference: dict[tuple[Place, int], Tensor], config: Config
