@@ -1,9 +1,9 @@
-"""precision=float8 and mxfp8: which linear layers compute so, in the blocks of a model on meta.
+"""precision=float8 and mxfp8: which linear layers, in the blocks of a model on meta, use them.
 
-A `Float8Linear` (`float8_linear.py`) keeps its name and its fp32 weight. It scales its inputs, its weight and the
-gradient of its results so that each fills the range of float8 (a dynamic scale), and multiplies
-those; its results are bf16, as everything between such layers. Left in bf16 are the layers outside
-of blocks (embedding, head), weights of several names (tied), and sizes that gain nothing.
+A `Float8Linear` (`float8_linear.py`) keeps its name and its fp32 weight. It scales its input, its
+weight and its output's gradient to fill the range of float8 (dynamic scales), and multiplies those;
+results are bf16, as between such layers. In bf16 stay layers outside of blocks (embedding, head),
+tied weights, and sizes that gain nothing.
 
 Idea: https://arxiv.org/abs/2209.05433, and https://github.com/pytorch/ao for training.
 """
@@ -45,14 +45,14 @@ class Float8Layers:
     of: int  # linear layers of the model
     experts: int  # modules of routed experts in float8
     of_experts: int
-    emulated: bool  # rounded to float8 and multiplied in fp32
+    emulated: bool  # rounded to float8, and multiplied in fp32
 
 
 def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8Layers | None:
     """Replace linear layers of a model in place, if `precision` is float8 or mxfp8.
 
-    device: on which it will compute. Raises ConfigError where torchao is missing, where a pattern
-    of `precision.skip` names no layer, and where no layer is left.
+    device: where it will compute. Raises ConfigError if torchao is missing, a pattern of
+    `precision.skip` matches no layer, or no layer is left.
     """
     settings = config.precision
     if not isinstance(settings, ScaledPrecision):
@@ -109,14 +109,14 @@ class Float8(Transform):
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
         use_float8(model, self._config, self._device)
 
-    # --- weights are cast once a step, where they are whole or FSDP gathers them in float8
+    # --- weights are cast once a step, if they are not sharded or FSDP gathers them in float8
 
     def open(self, mesh: Mesh, plan: Plan) -> None:
         self._shards: GroupInfo | None = None
         self._layers: list[Any] = []
         self._products: list[Any] = []  # of experts
         self._tokens = plan.transforms["cp"].ranks if "cp" in plan.transforms else None
-        if self._config.shards > 1:  # how many they are is all that is asked of them
+        if self._config.shards > 1:  # only their number is used
             group = mesh.axes.get_group("shard")
             self._shards = GroupInfo(self._config.shards, 0, group)
 
@@ -124,7 +124,7 @@ class Float8(Transform):
         layers: list[Any] = [module for module in stage.modules() if in_float8(module)]
         for layer in layers:
             layer.tokens = self._tokens
-        if self._config.fsdp.cpu_offload:  # shards are not where they are cast
+        if self._config.fsdp.cpu_offload:  # shards are on the CPU, and cast on the device
             return
         if self._shards is not None:
             from titanlike.parallel.float8_linear import gather_in_float8
@@ -159,7 +159,7 @@ class Float8(Transform):
 
 
 def _import_torchao(name: str) -> ModuleType:
-    """torchao.float8. Raises ConfigError."""
+    """Import torchao.float8. Raises ConfigError."""
     try:
         with quiet_import():
             import torchao.float8
@@ -175,10 +175,10 @@ def _import_torchao(name: str) -> ModuleType:
 
 
 def _choose(model: nn.Module, settings: ScaledPrecision) -> set[str]:
-    """Names of the layers that compute in float8. Raises ConfigError."""
+    """The names of the layers to compute in float8. Raises ConfigError."""
     units = find_units(model)
     blocks = tuple(f"{unit.name}." for unit in units if unit.block)
-    # of a chain of layers each is a block, the head as well
+    # in a plain chain every layer is a block; the last is the head
     alone = {unit.name for unit in units[:-1] if unit.block}
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     linear = {name: module for name, module in model.named_modules() if _is_plain(module)}
@@ -192,8 +192,8 @@ def _choose(model: nn.Module, settings: ScaledPrecision) -> set[str]:
         if hasattr(experts, PRODUCT) and not in_blocks:
             linear[name] = experts
             matrices[name] = tuple(n for p in experts.parameters() for n in p.shape[1:])
-    multiple = 32 if in_blocks else 16  # of both sides of a matrix, for the kernels
-    # name -> the smallest side of its matrices
+    multiple = 32 if in_blocks else 16  # kernels need both sides of a matrix to be multiples of it
+    # name -> the shortest side of its matrices
     sizes = {
         name: min(sides)
         for name, sides in matrices.items()
@@ -231,5 +231,5 @@ def _skip_problems(skip: Sequence[str], linear: Collection[str]) -> Iterator[Pro
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether it computes as torch.nn.Linear does: a copy would lose what was changed in it."""
+    """Whether it is an unmodified torch.nn.Linear: a replacement would lose modifications."""
     return type(module) is nn.Linear and not own_code(module, nn.Linear)

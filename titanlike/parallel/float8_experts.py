@@ -1,9 +1,9 @@
-"""The matrices of routed experts in float8: grouped products of rows with a scale each.
+"""Routed experts in float8: grouped matmuls with a scale per row.
 
-Each product takes the recipe of torchao's grouped products, whatever `precision.recipe` is for
-linear layers: operands in e4m3, a scale that is a power of 2 for each row that is summed over, of
-tokens and of each expert's matrices; in weight gradients for each feature of an expert's tokens.
-So what a token gives depends on no other token, wherever its experts are.
+Each matmul uses the recipe of torchao's grouped matmuls, whatever `precision.recipe` is for linear
+layers: e4m3 operands with a power-of-2 scale for each row along the summed dimension, of tokens and
+of each expert's matrices; in weight gradients for each feature of an expert's tokens. So a token's
+result depends on no other token, wherever its experts are.
 
 Shapes: N rows, E experts, I inputs, O outputs of a matrix.
 """
@@ -24,28 +24,28 @@ from titanlike.torch_private.dtensor import is_dtensor, local
 from titanlike.torch_private.fsdp import gather_other
 from titanlike.torch_private.operators import scaled_grouped_mm
 
-Operand = tuple[Tensor, Tensor]  # in e4m3, and the scale by which each row was multiplied
+Operand = tuple[Tensor, Tensor]  # e4m3 values, and the scale that multiplied each row
 
 
 class Product:
-    """What multiplies in a module of experts as `models/experts.py::expert_linear`, but operands in
-    float8."""
+    """The matmul of a module of experts, as `models/experts.py::expert_linear` but with float8
+    operands."""
 
     def __init__(self, experts: nn.Module, weights: bool, kernels: bool) -> None:
-        """weights: also those of weight gradients; kernels: those of a GPU, or operands are rounded
-        to float8 and multiplied in fp32."""
+        """weights: also for weight gradients; kernels: use a GPU's, else round operands to float8
+        and multiply in fp32."""
         self.experts, self.weights, self.kernels = experts, weights, kernels
-        # of a parameter, as `cast_experts` has cast it or FSDP has gathered it: [E, O, I] for the
-        # forward, [E, I, O] for the input gradient, a scale behind each
+        # a parameter as cast by `cast_experts` or gathered by FSDP: [E, O, I] for the forward,
+        # [E, I, O] for the input gradient, each followed by its scale
         self.casts: dict[str, tuple[Tensor, ...]] = {}
-        self.shards: dict[str, tuple[Tensor, ...]] = {}  # what FSDP gathers
+        self.shards: dict[str, tuple[Tensor, ...]] = {}  # FSDP gathers these
 
     def __call__(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         kernels = self.kernels and not rows.is_meta
         return _Product.apply(self.weights, kernels, rows, weight, counts, *self._casts(weight))
 
     def in_bf16(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        """What `expert_linear` gives."""
+        """Multiply as `expert_linear`, in bf16."""
         if isinstance(weight, Float8TrainingTensor):
             weight = _rounded(*self._casts(weight)[:2]).to(rows.dtype)
         return torch.ops.titanlike.expert_linear(rows, weight, counts)
@@ -102,12 +102,12 @@ def _cast(x: Tensor, largest: Tensor) -> Operand:
 
 
 def _rounded(x: Tensor, scale: Tensor) -> Tensor:
-    """In fp32."""
+    """The operand's values in fp32."""
     return x.float() / scale
 
 
 def _multiply(rows: Tensor, weight: Any, counts: Tensor, kernels: bool) -> Tensor:
-    """rows [N, I], weight an operand [E, O, I] -> [N, O]"""
+    """rows [N, I], weight operand [E, O, I] -> [N, O]."""
     if not kernels:
         of_rows, of_weight = _rounded(*operand(rows)), _rounded(*weight)
         return torch.ops.titanlike.expert_linear(of_rows, of_weight, counts).to(rows.dtype)
@@ -133,11 +133,11 @@ def _weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def _places(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Kernels take the rows of an expert in multiples of 16, others are zeros: the place of each
-    row, where experts end, how many rows there are."""
-    # none of an expert would leave its weight gradient as the memory was
+    """Kernels take each expert's rows in multiples of 16, padded with zeros: the position of each
+    row, the end of each expert's rows, an upper bound of their number."""
+    # an expert without rows would leave its weight gradient uninitialized
     sizes = ((counts + MULTIPLE - 1) // MULTIPLE).clamp(min=1) * MULTIPLE
-    moved = (sizes - counts).cumsum(0) - (sizes - counts)  # by so many rows
+    moved = (sizes - counts).cumsum(0) - (sizes - counts)  # offset by padding
     place = torch.arange(len(rows), device=rows.device) + moved[_experts(rows, counts)]
     most = -(-len(rows) // MULTIPLE) * MULTIPLE + MULTIPLE * len(counts)
     return place, sizes.cumsum(0, dtype=torch.int32), most
@@ -148,7 +148,7 @@ def _padded(rows: Tensor, place: Tensor, most: int) -> Tensor:
 
 
 def _by_expert(x: Tensor, counts: Tensor) -> Tensor:
-    """Rounded with a scale for each column of the rows of one expert."""
+    """Round, with a scale for each column of each expert's rows."""
     expert = _experts(x, counts)
     largest = x.new_zeros(len(counts), x.shape[1])
     largest = largest.scatter_reduce(0, expert.unsqueeze(1).expand_as(x), x.abs(), "amax")
@@ -165,9 +165,9 @@ def _experts(rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def gather_casts(product: Product) -> None:
-    """Let FSDP gather what `cast_experts` has cast of a module's matrices, where each of its ranks
-    has whole experts; others it gathers in bf16."""
-    nan = torch.full((), float("nan"))  # who takes it for the weight has no number
+    """Let FSDP gather `cast_experts`'s casts of a module's matrices if each of its ranks has full
+    experts; others are gathered in bf16."""
+    nan = torch.full((), float("nan"))  # reading it as the weight gives NaN
 
     def gather(name: str, weight: nn.Parameter) -> None:
         def receive(*gathered: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def gather_casts(product: Product) -> None:
 
 @torch.no_grad()
 def cast_experts(products: Iterable[Product]) -> None:
-    """Cast what this rank has of each matrix for a step."""
+    """Cast this rank's part of each matrix for a step."""
     for product in products:
         for name, weight in _matrices(product):
             if name in product.shards or _ranks(weight) == 1:
@@ -195,9 +195,9 @@ def cast_experts(products: Iterable[Product]) -> None:
 
 
 def drop_expert_casts(products: Iterable[Product]) -> None:
-    """Free what `cast_experts` has made."""
+    """Free the casts of `cast_experts`."""
     for product in products:
-        # what was gathered is FSDP's
+        # FSDP frees gathered ones
         product.casts = {n: casts for n, casts in product.casts.items() if n in product.shards}
         product.shards = dict.fromkeys(product.shards, ())
 
@@ -208,5 +208,5 @@ def _matrices(product: Product) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _ranks(weight: Any) -> int:
-    """Over which FSDP shards it."""
+    """The number of ranks over which FSDP shards a weight."""
     return weight.device_mesh.size(weight.device_mesh.ndim - 1) if is_dtensor(weight) else 1

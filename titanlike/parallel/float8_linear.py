@@ -1,15 +1,14 @@
-"""A linear layer that multiplies in float8, with the casts and kernels of torchao.
+"""A linear layer that multiplies in float8, with torchao's casts and kernels.
 
-Each product of two matrices takes operands that are scaled so that they fill the range of float8:
+Each matmul's operands are scaled to fill the range of float8:
 
     forward          x [N, I] @ w^T [I, O]
     input gradient   g [N, O] @ w [O, I]
     weight gradient  g^T [O, N] @ x [N, I]
 
-What is divided over ranks is scaled by the largest element of all parts, so that a rank's part is
-rounded as it is in the whole: features by tp, tokens by cp. So is a scale of a row whose elements
-are divided. Other tokens, of dp and of tp between sharded layers, have scales of their own, as
-microbatches have.
+Sharded operands are scaled by the maximum over all shards, so that a shard is rounded as in the
+full matrix: features sharded by tp, tokens by cp; also a row's scale if its elements are sharded.
+Other tokens, of dp and of tp between sharded layers, have separate scales, as microbatches have.
 
 Shapes: N tokens, I and O features.
 """
@@ -43,15 +42,15 @@ from titanlike.torch_private.autograd import shaped
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.fsdp import gather_other
 
-MULTIPLE = 16  # of both sides of a matrix, for the kernels of float8
+MULTIPLE = 16  # float8 kernels need both sides of a matrix to be multiples of it
 
 
-Divided = tuple[GroupInfo | None, GroupInfo | None]  # over whom dim 0 and dim 1 of a matrix are
+Divided = tuple[GroupInfo | None, GroupInfo | None]  # ranks that shard dim 0 and dim 1 of a matrix
 
 
 class Operand(NamedTuple):
-    data: Tensor  # float8; as it was, without a scale
-    scale: Tensor | None  # by which all, or each row or column was multiplied
+    data: Tensor  # float8; uncast without a scale
+    scale: Tensor | None  # multiplied all elements, or each row or column
 
     def t(self) -> Operand:
         scale = self.scale
@@ -59,19 +58,18 @@ class Operand(NamedTuple):
 
 
 class Float8Linear(nn.Linear):
-    """What `convert` makes of a torch.nn.Linear in place: weights, hooks and attributes stay."""
+    """A torch.nn.Linear after `convert`, in place: weights, hooks and attributes stay."""
 
     in_float8 = True
     config: Float8LinearConfig
-    block = 1  # so many features have a scale that is of no others
-    # the weight as an operand, of the forward and of the input gradient, or of both; none = it is
-    # cast in each
+    block = 1  # consecutive features that share a scale with no others
+    # the weight as operands of forward and input gradient, or one for both; () = cast in each
     casts: tuple[Operand, ...] = ()
-    tokens: GroupInfo | None = None  # the ranks of cp, which divide the rows of activations
+    tokens: GroupInfo | None = None  # cp's ranks, which shard the rows of activations
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):  # as F.linear has it
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # as in F.linear
             input = input.to(torch.get_autocast_dtype(kind))
         bias = None if adds_bias_later(self) else self.bias
         output = _Product.apply(input, self.weight, scaling_of(self), *chain(*self.casts))
@@ -85,7 +83,7 @@ def convert(layer: nn.Module, config: Float8LinearConfig) -> None:
 
 
 def largest_of(x: Tensor, kind: CastConfig, dim: int) -> Tensor:
-    """What a scale is made of: the largest element of all, or along `dim`."""
+    """The maximum that determines a scale: of all elements, or along `dim`."""
     x = x.detach().abs()
     return x.amax() if _of_tensor(kind) else x.amax(dim, keepdim=True)
 
@@ -98,7 +96,7 @@ def cast(
     divided: Divided,
     known: Tensor | None = None,
 ) -> Operand:
-    """A matrix as an operand; dim: which the product sums over. known: the scale, where it is."""
+    """Cast a matrix to an operand; dim: the summed dimension; known: its scale, if known."""
     if kind.scaling_type is ScalingType.DISABLED:
         return Operand(x, None)
     if hasattr(config, "cast_blocks"):
@@ -116,12 +114,12 @@ def scale_of(amax: Tensor, kind: CastConfig, config: Float8LinearConfig) -> Tens
 
 
 def _among(kind: CastConfig, dim: int, divided: Divided) -> list[GroupInfo]:
-    """The ranks that have parts of what one scale is for."""
+    """The ranks with shards of the elements that share a scale."""
     return [ranks for ranks in (divided if _of_tensor(kind) else divided[dim : dim + 1]) if ranks]
 
 
 def _of_tensor(kind: CastConfig) -> bool:
-    """Whether all elements have one scale: that of another product with the same matrix."""
+    """Whether all elements share one scale, also used for another matmul with the same matrix."""
     tensorwise = kind.scaling_granularity is ScalingGranularity.TENSORWISE
     return tensorwise and kind.scaling_type is not ScalingType.DISABLED
 
@@ -201,7 +199,7 @@ class _Product(torch.autograd.Function):
         result, x_scale, w_scale = results(_rows(input), weight, scaling, casts)
         ctx.save_for_backward(input, x_scale, *(casts[-2:] or (weight, w_scale)))
         ctx.scaling, ctx.given = scaling, len(casts)
-        # no view: what a custom function returns could not be changed in place then
+        # not a view: a custom function's view cannot be changed in place
         return shaped(result, (*input.shape[:-1], result.shape[-1]))
 
     @staticmethod
@@ -235,15 +233,15 @@ def _multiply(
         return torch.mm(a.data.float() / a.scale, b.data.float() / b.scale).to(dtype)
     rows, columns = a.data.shape[0], b.data.shape[1]
     left, right, a_scale, b_scale = a.data, b.data, a.scale, b.scale
-    if a_scale.dim() != b_scale.dim():  # kernels take scales of one kind
+    if a_scale.dim() != b_scale.dim():  # kernels need equal granularities
         a_scale, b_scale = a_scale.expand(rows, 1), b_scale.expand(1, columns)
-    if left.shape[1] % MULTIPLE:  # tokens, or a rank's part of features
+    if left.shape[1] % MULTIPLE:  # tokens, or a shard of features
         left, right = pad_tensor_for_matmul(left, 1), pad_tensor_for_matmul(right, 0)
     if columns % MULTIPLE:
         right = pad_tensor_for_matmul(right, 1)
         b_scale = pad_tensor_for_matmul(b_scale, 1) if b_scale.dim() else b_scale
     fast = getattr(config, f"gemm_config_{which}").use_fast_accum
-    # kernels take rows of the first, columns of the second
+    # kernels need a row-major first and a column-major second operand
     result = addmm_float8_unwrapped(
         left.contiguous(), a_scale, right.t().contiguous().t(), b_scale, dtype, use_fast_accum=fast
     )
@@ -254,7 +252,7 @@ def _multiply(
 
 
 def gather_in_float8(layer: Float8Linear) -> bool:
-    """Let FSDP gather the weight as `cast_weights` has cast the shards; False = it gathers bf16."""
+    """Let FSDP gather the shards that `cast_weights` has cast; False = it gathers bf16."""
     weight: Any = layer.weight
     mesh, kind = weight.device_mesh, layer.config.cast_config_weight
     if not _of_tensor(kind) or weight.shape[0] % mesh.size(mesh.ndim - 1):
@@ -274,9 +272,9 @@ def gather_in_float8(layer: Float8Linear) -> bool:
 
 @torch.no_grad()
 def cast_weights(layers: Sequence[Float8Linear], shards: GroupInfo | None) -> None:
-    """Cast what this rank has of each weight, with the scales of the whole, for a step.
+    """Cast this rank's part of each weight for a step, with the full weight's scales.
 
-    shards: over which FSDP divides them, for `gather_in_float8`; None = they are ready to compute.
+    shards: ranks over which FSDP shards them, for `gather_in_float8`; None = they are not sharded.
     """
     kinds: list[_Kind] = []
     for layer in layers:
@@ -314,7 +312,7 @@ def _scales(kinds: Sequence[_Kind], shards: GroupInfo | None) -> list[Tensor]:
     ]
 
 
-_HELD = "float8_shard"  # attribute of a layer: what FSDP gathers
+_HELD = "float8_shard"  # attribute of a layer: the cast shard that FSDP gathers
 
 
 def _held(layer: Float8Linear) -> Operand:
@@ -322,7 +320,7 @@ def _held(layer: Float8Linear) -> Operand:
 
 
 def drop_casts(layers: Iterable[Float8Linear]) -> None:
-    """Free what `cast_weights` has made."""
+    """Free the casts of `cast_weights`."""
     for layer in layers:
         if vars(layer).pop(_HELD, None) is None:
             layer.casts = ()
@@ -333,7 +331,7 @@ def _in_bf16(layer: Float8Linear) -> Tensor:
 
 
 def _together(amaxes: Sequence[Tensor], ranks: GroupInfo | None) -> list[Tensor]:
-    """The largest of all ranks, in one message."""
+    """The maxima over all ranks, in one all-reduce."""
     flat = largest(torch.cat([amax.flatten() for amax in amaxes]), ranks)
     parts = flat.split([amax.numel() for amax in amaxes])
     return [part.view_as(amax) for part, amax in zip(parts, amaxes, strict=True)]

@@ -1,8 +1,8 @@
-"""precision=mxfp8: a scale for each 32 elements that a product sums over (OCP's microscaling).
+"""precision=mxfp8: a scale per 32 elements along a matmul's summed dimension (OCP microscaling).
 
-Elements are e4m3, scales powers of 2 (e8m0), rounded up as cuBLAS has it. Blocks lie along the
-dimension that is summed over: features in the forward and in the gradient of the input, tokens in
-that of the weight. So whoever has whole blocks rounds as the whole does, and asks no other rank.
+Elements are e4m3, scales powers of 2 (e8m0), rounded up as in cuBLAS. Blocks lie along the summed
+dimension: features in the forward and the input gradient, tokens in the weight gradient. So a rank
+with full blocks rounds as the full matrix does, without communication.
 
 Casts and kernels are torchao's; a device without kernels rounds and multiplies in fp32.
 """
@@ -26,12 +26,12 @@ _E4M3, _ROUNDED = torch.float8_e4m3fn, ScaleCalculationMode.RCEIL
 
 @dataclass(frozen=True)
 class BlockConfig(Float8LinearConfig):
-    """Which operands of a layer's products are cast, as `Float8LinearConfig` has it, in blocks."""
+    """Which operands of a layer's matmuls are cast in blocks, as `Float8LinearConfig` says."""
 
     block = BLOCK
 
     def cast_blocks(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Elements and scales of a matrix, in its form; dim: which the product sums over."""
+        """Elements and scales of a matrix, in its layout; dim: the summed dimension."""
         rows = x if dim == 1 else x.t()
         rows = pad(rows, (0, -rows.shape[1] % BLOCK)).contiguous()  # tokens: zeros change no scale
         if self.emulate or x.is_meta:
@@ -43,7 +43,7 @@ class BlockConfig(Float8LinearConfig):
     def multiply_blocks(
         self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype
     ) -> Tensor:
-        """The product of a, cast along dimension 1, and b, along 0."""
+        """Multiply a, cast along dimension 1, with b, cast along 0."""
         columns = b[0].t(), b[1].t()
         if self.emulate or a[0].is_meta:
             left, right = (to_dtype(*x, _E4M3, BLOCK, torch.float32) for x in (a, columns))

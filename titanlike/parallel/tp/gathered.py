@@ -1,13 +1,13 @@
-"""What is gathered along the sequence for linear layers, and again in the backward.
+"""Inputs of linear layers gathered along the sequence, and gathered again in the backward.
 
-Layers that share a gathered input (q, k and v; gate and up) need it for their weight gradients. Only
-the rank's part of it is kept (arXiv 2205.05198, section 4.2.2): the gradients of all of these layers
-are computed by one node of autograd's graph, the gather. Its backward gathers the part again while
-it computes the gradient of the input, which it reduce-scatters while it computes those of weights.
-Weight gradients that wait for `W` (`weight_gradients.py`) wait with the part alone.
+Layers that share a gathered input (q, k and v; gate and up) need it for their weight gradients.
+Only the rank's shard is saved (arXiv 2205.05198, section 4.2.2): one autograd node, the gather,
+computes the gradients of all these layers. Its backward gathers the shard again while it computes
+the input's gradient, which it reduce-scatters while it computes the weights'. Weight gradients
+deferred to `W` (`weight_gradients.py`) save only the shard.
 
-A layer's own backward leaves all of that to the gather: this gives a tensor without memory for each
-layer, of the form of the layer's result, whose gradient is that of the result.
+A layer's own backward leaves all of this to the gather: the gather returns, for each layer, a
+tensor without memory with the shape of its result, which carries the result's gradient.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from titanlike.parallel.weight_gradients import (
 )
 from titanlike.torch_private.autograd import accumulates, in_functorch, shaped
 
-_RESULTS = "tp_results"  # attribute of what was gathered: (ranks, version, result of each layer)
+_RESULTS = "tp_results"  # attribute of a gathered tensor: (ranks, version, result of each layer)
 
 
 def share(layer: nn.Module, index: int, ranks: TensorRanks) -> None:
-    """Let a linear layer be one of those of a gather; index: among these."""
+    """Let a linear layer use a gather; index: among its layers."""
     patched: Any = layer
     vars(layer)[SHARES_GATHERED], vars(layer)[GATHER] = index, partial(_begin_rows, ranks=ranks)
     patched.forward = MethodType(_forward, layer)
 
 
 def gather_for(ranks: TensorRanks, layers: Sequence[Any], x: Tensor) -> Tensor:
-    """All tokens, of which x [..., T, D] are this rank's, for these layers and any other use."""
+    """All-gather tokens; x [..., T, D] is this rank's shard; for these layers and any other use."""
     layers = [layer for layer in layers if trained(layer, x) and not _gathered_in_float8(layer)]
     waits = any(owner_of(layer) for layer in layers)
-    if waits:  # weight gradients of layers in float8 do not
+    if waits:  # float8 layers' weight gradients are not deferred
         layers = [layer for layer in layers if owner_of(layer)]
-    # a compiled operator whose result nobody needs is left out, and what it would have queued
+    # torch.compile drops an operator without used results, and what it would have queued
     unneeded = torch.compiler.is_compiling() and waits and not x.requires_grad
     if not layers or not ranks.gathers_again or unneeded or in_functorch():
         return autograd_collective(x, ranks, "all_gather", "reduce_scatter", x.dim() - 2)
@@ -85,7 +85,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def _scaled(layer: Any) -> list[Any]:
-    """How a layer's operands are cast to float8, and its weight as it is cast; None = bf16."""
+    """How a layer's operands are cast to float8, and its cast weight; [None] = bf16."""
     if not in_float8(layer) or IN_BF16 in vars(layer):
         return [None]
     from titanlike.parallel.float8_linear import scaling_of
@@ -94,16 +94,16 @@ def _scaled(layer: Any) -> list[Any]:
 
 
 def _gathered_in_float8(layer: Any) -> bool:
-    """Whether a layer that is to compute in bf16 has a weight that FSDP gathered in float8."""
+    """Whether a layer that must compute in bf16 has a weight that FSDP gathered in float8."""
     return IN_BF16 in vars(layer) and hasattr(layer.weight, "to_original_precision")
 
 
 def _of_layer(layer: nn.Module, x: Tensor) -> Tensor | None:
-    """What the gather gave for a layer, if the layer is called with what was gathered."""
+    """The gather's tensor for a layer, if the layer is called with the gathered input."""
     ranks, version, results = getattr(x, _RESULTS, (None, 0, {}))
     if ranks is not None and not torch.compiler.is_compiling() and x._version != version:
-        # changed in place: not what would be gathered again. Seen where the model is recorded, so
-        # that it is known where it is compiled
+        # changed in place, so gathering again would differ. Found when the model is recorded, for
+        # compiled blocks, too
         ranks.gathers_again = False
         return None
     return results.get(getattr(layer, SHARES_GATHERED))
@@ -141,11 +141,11 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, ranks: TensorRanks, owner: Any, kinds: Any, *tensors: Any
     ) -> tuple[Tensor, ...]:
-        """owner: of weight gradients that wait; kinds: for each layer how it casts to float8 (None =
-        it does not), and how many tensors its cast weight has; tensors: weight and bias of each
-        layer, then its cast weight."""
+        """owner: the queue of deferred weight gradients; kinds: for each layer how it casts to
+        float8 (None = bf16), and the number of its cast weight's tensors; tensors: weight and bias
+        of each layer, then its cast weight."""
         parameters = tensors[: 2 * len(kinds)]
-        # a weight that is cast is not read again
+        # a cast weight's original is not needed again
         weights = [
             None if given else w for (_, given), w in zip(kinds, parameters[::2], strict=True)
         ]
@@ -166,8 +166,8 @@ class _Gather(torch.autograd.Function):
         scalings = [scaling for scaling, _ in ctx.kinds]
         # layers whose results reached the loss
         rows = {
-            at: gradient.reshape(-1, gradient.shape[-1])
-            for at, gradient in enumerate(of_results)
+            i: gradient.reshape(-1, gradient.shape[-1])
+            for i, gradient in enumerate(of_results)
             if gradient is not None
         }
         compiled = torch.compiler.is_compiling()
@@ -188,15 +188,15 @@ class _Gather(torch.autograd.Function):
         cast: dict[int, Any] = {}  # gradients of results, in float8
         of_x, inputs = of_gathered, None
         if ctx.needs_input_grad[0] and rows:
-            plain = [at for at in rows if scalings[at] is None]
-            of = [rows[at] for at in plain], [weights[at] for at in plain]
+            plain = [i for i in rows if scalings[i] is None]
+            of = [rows[i] for i in plain], [weights[i] for i in plain]
             if waits and compiled:
-                biases = [biases[at] for at in plain]
+                biases = [biases[i] for i in plain]
                 of_rows = torch.ops.titanlike.gather_queueing_backward(x, *of, biases)
             elif plain:
                 of_rows = sum_of_products(*of)
-            for at in [at for at in rows if at not in plain]:
-                one, cast[at] = input_gradient(rows[at], weights[at], scalings[at], casts[at])
+            for i in [i for i in rows if i not in plain]:
+                one, cast[i] = input_gradient(rows[i], weights[i], scalings[i], casts[i])
                 of_rows = of_rows.add_(one) if plain or len(cast) > 1 else one
             shape = list(x.shape)
             shape[-2] *= ctx.ranks.size
@@ -206,26 +206,26 @@ class _Gather(torch.autograd.Function):
         if ctx.needs_input_grad[0] and of_x is not None:
             scattered = begin_collective("reduce_scatter", of_x, ctx.ranks, x.dim() - 2)
         del of_x, of_gathered
-        found: list[Tensor | None] = [None] * len(ctx.parameters)
+        grads: list[Tensor | None] = [None] * len(ctx.parameters)
         if finish is not None:
             gathered = finish()
-            for at, gradient in rows.items():
-                if scalings[at] is None:
-                    found[2 * at] = gradient.t() @ gathered
+            for i, gradient in rows.items():
+                if scalings[i] is None:
+                    grads[2 * i] = gradient.t() @ gathered
                 else:
-                    inputs = inputs or cast_input(gathered, scalings[at])
-                    g = cast[at] if at in cast else cast_gradient(gradient, scalings[at])
-                    found[2 * at] = weight_gradient(gradient, g, inputs, scalings[at])
-                found[2 * at + 1] = gradient.sum(0) if ctx.needs_input_grad[5 + 2 * at] else None
+                    inputs = inputs or cast_input(gathered, scalings[i])
+                    g = cast[i] if i in cast else cast_gradient(gradient, scalings[i])
+                    grads[2 * i] = weight_gradient(gradient, g, inputs, scalings[i])
+                grads[2 * i + 1] = gradient.sum(0) if ctx.needs_input_grad[5 + 2 * i] else None
         elif rows and not compiled:
-            products = [(g, *ctx.parameters[2 * at : 2 * at + 2]) for at, g in rows.items()]
+            products = [(g, *ctx.parameters[2 * i : 2 * i + 2]) for i, g in rows.items()]
             ctx.owner.queue.append(Waiting(x, products, gather))
         nothing = (None for of_layer in casts for _ in of_layer)
-        return None if scattered is None else scattered(), None, None, None, *found, *nothing
+        return None if scattered is None else scattered(), None, None, None, *grads, *nothing
 
 
 def _accumulate(ctx: Any, layers: Iterable[int]) -> bool:
-    """Whether the backward that runs adds to `.grad` of these layers' weights."""
+    """Whether the running backward adds to `.grad` of these layers' weights."""
     tensors = [*filter(torch.is_tensor, ctx.parameters)]  # behind x, without missing biases
     places = {id(tensor): place for place, tensor in enumerate(tensors, 1)}
     return all(accumulates(ctx, places[id(ctx.parameters[2 * at])]) for at in layers)
@@ -233,10 +233,10 @@ def _accumulate(ctx: Any, layers: Iterable[int]) -> bool:
 
 @torch.library.custom_op("titanlike::part_in_backward", mutates_args=())
 def _part_in_backward(x: Tensor, gradient: Tensor) -> Tensor:
-    """Copy x, once there is a gradient.
+    """Copy x once there is a gradient.
 
-    Symptom without it: torch.compile takes what is gathered in the backward for the equal result
-    of the forward, and keeps that.
+    Symptom without it: torch.compile merges the backward's gather with the forward's equal one, and
+    saves its result.
     """
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -247,6 +247,6 @@ def _(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _begin_rows(x: Tensor, ranks: TensorRanks) -> Callable[[], Tensor]:
-    """Begin to gather all tokens; what waits for them, as rows."""
+    """Launch the all-gather of all tokens; the returned function waits for them, as rows."""
     finish = begin_collective("all_gather", x, ranks, x.dim() - 2)
     return lambda: finish().reshape(-1, x.shape[-1])
