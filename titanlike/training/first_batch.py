@@ -154,7 +154,8 @@ def _change_by_companions(run: Run, config: Config, first: list[Batch]) -> str |
             baseline = rows.losses(0)
             change = rows.change(baseline, rows.losses(1), rows.losses(2))
             by_size = rows.change_in_halves(baseline)
-            depends_on_size = by_size > _most_by_size(config)
+            exact = not config.precision.low and config.matmul_precision == "highest"
+            depends_on_size = by_size > (MOST_BY_SIZE if exact else MOST_BY_SIZE_IN_BF16)
             # NaN is not reported here, but by the first step
             if not (change > NO_CHANGE or depends_on_size):
                 return None
@@ -276,11 +277,6 @@ def _everywhere(run: Run, possible: bool) -> bool:
     """Return whether something is possible on every rank. Collective."""
     impossible = torch.tensor(float(not possible), device=run.mesh.device)
     return not (run.mesh.max(impossible) if run.mesh.world_size > 1 else impossible)
-
-
-def _most_by_size(config: Config) -> float:
-    exact = not config.precision.low and config.matmul_precision == "highest"
-    return MOST_BY_SIZE if exact else MOST_BY_SIZE_IN_BF16
 
 
 @contextmanager

@@ -103,11 +103,8 @@ def choose_by_memory(
             )
             deferred = fitting
 
-    @functools.cache
-    def memory_of_choices() -> RankMemory:
-        return memory_at(level).changed(deferred=deferred)
-
-    return MemoryChoices(level, why, recomputed, deferred, changed, memory_of_choices)
+    chosen = functools.cache(lambda: memory_at(level).changed(deferred=deferred))
+    return MemoryChoices(level, why, recomputed, deferred, changed, chosen)
 
 
 def _that_fit(
