@@ -8,7 +8,6 @@ import io
 import json
 import random
 import tarfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -212,18 +211,6 @@ def write_corpus(kind: str, folder: Path) -> dict[str, Any]:
         named = zip("abc", [*parts, str(folder / "ids.bin")], weights, strict=True)
         return {"sources": {n: {"path": path, "weight": weight} for n, path, weight in named}}
     return {"path": str(folder), "documents": kind == "documents"}
-
-
-class _Hanging(Stateful):
-    def __iter__(self) -> Iterator[Sample]:
-        for n, item in enumerate(super().__iter__()):
-            if n == 5:
-                time.sleep(1000)
-            yield item
-
-
-def hanging(seq_len: int, reader: int, readers: int) -> Data:
-    return _data(_Hanging(seq_len, SAMPLES, reader, readers))
 
 
 OWN = ["dividing", "generator", "stateful", "stateful_loader", "nodes", "hugging_face"]

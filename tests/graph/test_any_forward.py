@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support import any_models, device_dependent, forwards, stashed, unused_gradients
+from support import any_models, device_dependent, forwards, stashed
 from support.cells import slow
-from support.forwards import VOCAB
+from support.forwards import DIM, VOCAB, Blocks
 from support.models import tiny
 from support.proven import assert_proven
 from titanlike.config.optimizers.sgd import Sgd
@@ -31,6 +31,114 @@ from titanlike.graph.stage import Stage
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.training.preflight import preflight
 from titanlike.training.train_plan import make_plan
+
+# --- models whose later stages use a tensor without needing its gradient: ids [B, T] -> [B, T, 64]
+
+
+class _Residual(Blocks):
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(blocks)))
+
+    def step(self, block: int, x: Tensor) -> Tensor:
+        return x + self.blocks[block](x).tanh()
+
+
+class Detached(_Residual):
+    def forward(self, ids: Tensor) -> Tensor:
+        first = x = self.tokens(ids)
+        for block in range(4):
+            x = self.step(block, x) + first.detach()
+        return self.out(x)
+
+
+class Compared(_Residual):
+    def forward(self, ids: Tensor) -> Tensor:
+        first = x = self.tokens(ids)
+        for block in range(4):
+            x = self.step(block, x) * (1 + (first > 0).to(torch.int8))
+        return self.out(x)
+
+
+class NormOfTheFirst(_Residual):
+    """The first value passes by every stage, and the last uses it under no_grad."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = x = self.tokens(ids)
+        for block in range(4):
+            x = self.step(block, x)
+        with torch.no_grad():
+            scale = first.norm(dim=-1, keepdim=True)
+        return self.out(x / (1 + scale))
+
+
+class OnlyDetached(_Residual):
+    """`side` has no way to the loss but a detached one: it has no gradient and does not move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(DIM, DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        side = self.side(x)
+        for block in range(4):
+            x = self.step(block, x)
+        return self.out(x + side.detach())
+
+
+class ExtraOutputs(_Residual):
+    """Returns tensors that the loss ignores; `side` makes one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(DIM, DIM)
+
+    def forward(self, ids: Tensor) -> dict[str, Any]:
+        x = self.tokens(ids)
+        hidden = [self.side(x)]
+        for block in range(4):
+            x = self.step(block, x)
+            hidden.append(x)
+        return {"logits": self.out(x), "hidden": hidden}
+
+
+class _Perhaps(nn.Module):
+    """Whether there is a gradient of `first` depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        x = x + self.linear(x).tanh()
+        return x + first if first.isnan().any() else x
+
+
+class ByValue(Blocks):
+    def __init__(self) -> None:
+        super().__init__(*(_Perhaps() for _ in range(4)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, first)
+        return self.out(x)
+
+
+class TableOfWeights(_Residual):
+    """A stage in the middle sends a tensor that no received one has part in."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.blocks[3] = nn.Embedding(VOCAB, DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in range(3):
+            x = self.step(block, x)
+        table = self.blocks[3](torch.arange(ids.shape[1], device=ids.device))
+        x = self.step(4, x)
+        return self.out(self.step(5, x * table))
 
 
 class Noisy(forwards.Blocks):
@@ -69,12 +177,12 @@ MODELS = {
     "parameters and inputs of its own": any_models.Direct,
     "called in another order": any_models.Plain,
     "a Sequential": any_models.sequential,
-    "detached": unused_gradients.Detached,
-    "only detached": unused_gradients.OnlyDetached,
-    "compared": unused_gradients.Compared,
-    "without gradients, relayed": unused_gradients.NormOfTheFirst,
-    "by value": unused_gradients.ByValue,
-    "a table of weights": unused_gradients.TableOfWeights,
+    "detached": Detached,
+    "only detached": OnlyDetached,
+    "compared": Compared,
+    "without gradients, relayed": NormOfTheFirst,
+    "by value": ByValue,
+    "a table of weights": TableOfWeights,
     "stash and pop within a block": stashed.within_blocks,
     "kept by a hook": stashed.KeptByAHook,
     "a table of all blocks": stashed.table_of_all_blocks,
@@ -213,8 +321,8 @@ def test_stages_compute_what_the_unsplit_model_computes(name: str) -> None:
     ],
 )
 def test_stages_run_in_torchs_pipeline_runtime(name: str, schedule: str, tmp_path: Path) -> None:
-    module = "forwards" if hasattr(forwards, name) else "unused_gradients"
-    config = tiny(pp=2, schedule=schedule, model=Custom(f"support.{module}.{name}"))
+    module = "support.forwards" if hasattr(forwards, name) else __name__
+    config = tiny(pp=2, schedule=schedule, model=Custom(f"{module}.{name}"))
     config.data = SyntheticData(vocab_size=VOCAB)
     assert_proven(config, tmp_path)
 
@@ -379,7 +487,7 @@ def test_random_buffers_and_dtypes_of_a_constructor_are_equal_on_all_ranks() -> 
 
 
 def test_a_parameter_behind_an_output_that_the_loss_ignores_gets_no_gradient() -> None:
-    plan = make_plan(tiny(pp=2, model=Custom("support.unused_gradients.ExtraOutputs")))
+    plan = make_plan(tiny(pp=2, model=Custom(f"{__name__}.ExtraOutputs")))
     assert plan.model_graph.trained_outputs == [True] + [False] * 5
     first, last = plan.model_graph.graphs(plan.fields, True)
     side = next(node for node in first.nodes if node.target == "side")

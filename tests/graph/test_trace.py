@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from support.cells import slow
 from support.models import tiny
 from support.proven import assert_proven
-from support.vision_configs import of_images
+from support.vision_models import of_images
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, Custom, TraceSplit
 from titanlike.graph.trace_forward import trace_forward

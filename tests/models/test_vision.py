@@ -9,7 +9,7 @@ import pytest
 
 from support.cells import slow
 from support.proven import assert_proven
-from support.vision_configs import of_images
+from support.vision_models import of_images
 from titanlike.config.schema import BalanceSplit, Config, PointSplit
 
 SKIPS = PointSplit(points=["down.2", "up.0", "up.2"])  # 3 skips: over 1, 2 and 3 boundaries

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from support.models import tiny
 from support.skipped_step import three_steps
-from support.vision_configs import of_images
+from support.vision_models import of_images
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import (

@@ -15,7 +15,7 @@ from torch import Tensor
 from support.models import tiny
 from support.opened import opened
 from support.proven import assert_proven
-from support.vision_configs import of_images
+from support.vision_models import of_images
 from support.world import run_world
 from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import Config, Custom, LoopedSchedule, PointSplit, SyntheticData

@@ -1,12 +1,33 @@
-"""Vision models as people write them, and synthetic images to train them on."""
+"""Vision models as people write them, synthetic images to train them on, and configs of both."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from support.models import tiny
+from titanlike.config.optimizers.sgd import Sgd
+from titanlike.config.schema import Config, Custom
 from titanlike.data.sources import Data
+
+IMAGES = Custom(f"{__name__}.images", {"size": 8})
+MASKS = Custom(f"{__name__}.images", {"size": 8, "masks": True})
+
+
+def of_images(model: str, pp: int, dp: int, schedule: Any = "1f1b", **changes: Any) -> Config:
+    args = changes.pop("args", {})
+    data = MASKS if model == "UNet" else IMAGES
+    # SGD: Adam's first update does not depend on the gradient's scale
+    return tiny(
+        pp=pp,
+        dp=dp,
+        schedule=schedule,
+        model=Custom(f"{__name__}.{model}", args),
+        **{"data": data, "seq_len": 1, "optimizer": Sgd(), **changes},
+    )
 
 
 class Images:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.models import tiny
-from support.vision_configs import of_images
+from support.vision_models import of_images
 from support.world import run_world
 from titanlike.config.schema import Config, Custom
 from titanlike.data.loader import batches

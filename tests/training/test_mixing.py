@@ -20,7 +20,7 @@ from support.models import tiny
 from support.proven import assert_proven
 from support.records import numbers
 from support.runs import train_each
-from support.vision_configs import of_images
+from support.vision_models import of_images
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import (

@@ -13,7 +13,7 @@ import torch
 from support.models import tiny
 from support.saved_runs import events
 from support.stand_in_gpus import driver
-from support.vision_configs import of_images
+from support.vision_models import of_images
 from support.world import RankError, run_world
 from titanlike.config.schema import Config, Numerics, PointSplit
 from titanlike.device import accelerator

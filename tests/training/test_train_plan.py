@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor, nn
 
 from support.models import LLAMA, tiny
-from support.vision_configs import of_images
+from support.vision_models import of_images
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import (
     BalanceSplit,
