@@ -229,11 +229,11 @@ def test_a_custom_loss_receives_all_logits_of_all_tokens(loss: str) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (tiny(tp=2, layers=1), "embed_tokens, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head; activations between them divided"),
+        (tiny(tp=2, layers=1), "embed_tokens, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head; activations between them sharded"),
         (tiny(tp=4, layers=1), ", and k_proj, v_proj with each head on 2 ranks; activations"),
-        (tiny(tp=2, layers=1, tp_sequence=False), "activations between them whole (tp_sequence=false)"),
-        (tiny(tp=2, layers=1, seq_len=15), "whole: 2 does not divide 15 tokens (it would 16)"),
-        (own(PLAN), "divided: 0, 2; activations between them whole: the plan has no style sequence"),
+        (tiny(tp=2, layers=1, tp_sequence=False), "activations between them full (tp_sequence=false)"),
+        (tiny(tp=2, layers=1, seq_len=15), "full: 2 does not divide 15 tokens (it would 16)"),
+        (own(PLAN), "sharded: 0, 2; activations between them full: the plan has no style sequence"),
     ],
     ids=["tp=2", "tp=4", "tp_sequence=false", "15 tokens", "a plan without sequence"],
 )  # fmt: skip
@@ -241,7 +241,7 @@ def test_the_opening_table_lists_what_is_sharded(config: Config, said: str) -> N
     plan = make_plan(config)
     [(title, text)] = plan.transforms["tp"].describe(plan)
     assert title == "tensor parallel" and said in text
-    assert "% of the parameters divided" in text
+    assert "% of the parameters sharded" in text
 
 
 def test_tp_groups_across_nodes_are_a_warning(

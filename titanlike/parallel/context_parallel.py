@@ -82,9 +82,9 @@ class ContextParallel(Transform):
     def describe(self, plan: Plan) -> Iterator[tuple[str, str]]:
         """The method, and each rank's tokens."""
         text = {
-            "gather": "keys and values are gathered",
-            "ulysses": "heads are exchanged for tokens",
-            "ring": "keys and values go round",
+            "gather": "keys and values are all-gathered",
+            "ulysses": "an all-to-all trades heads for tokens",
+            "ring": "keys and values pass around a ring",
         }[self.ranks.method]
         text += f" ({self.why}); {_length(plan.fields) // self._config.cp} tokens a rank"
         yield "context parallel", f"{self.ranks.method}, {text}"

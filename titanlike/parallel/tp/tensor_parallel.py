@@ -98,27 +98,27 @@ class TensorParallel(Transform):
         """Which layers are sharded, and whether activations between them are."""
         config, tp = self._config, self._config.tp
         parts = {name: p for name, p in self.placements.items() if p.part is not None}
-        divided = [name for name, p in parts.items() if p.copies == 1]
+        sharded = [name for name, p in parts.items() if p.copies == 1]
         repeated = [name for name, p in parts.items() if p.copies > 1]
         numel = sum(p.part.shape.numel() for p in parts.values() if p.part is not None)
-        text = f"{numel / plan.whole_numel:.0%} of the parameters divided: {_modules(divided)}"
+        text = f"{numel / plan.whole_numel:.0%} of the parameters sharded: {_modules(sharded)}"
         if repeated:
             copies = max(parts[name].copies for name in repeated)
             text += f", and {_modules(repeated)} with each head on {copies} ranks"
         length = tokens_of(plan.fields)
         if not config.tp_sequence:
-            activations = "whole (tp_sequence=false)"
+            activations = "full (tp_sequence=false)"
         elif not self.sharding.sequence:
-            activations = "whole: the plan has no style sequence"
+            activations = "full: the plan has no style sequence"
         elif plan.variable:
             activations = (
-                f"divided along the sequence in batches whose length {tp} divides, else whole"
+                f"sharded along the sequence if {tp} divides the batch's length, else full"
             )
         elif length % tp:
             fits = -(-length // tp) * tp
-            activations = f"whole: {tp} does not divide {length} tokens (it would {fits})"
+            activations = f"full: {tp} does not divide {length} tokens (it would {fits})"
         else:
-            activations = "divided along the sequence"
+            activations = "sharded along the sequence"
         yield "tensor parallel", f"{text}; activations between them {activations}"
 
     def open(self, mesh: Mesh, plan: Plan) -> None:
