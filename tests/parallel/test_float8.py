@@ -390,6 +390,7 @@ def test_a_run_says_that_it_is_emulated_and_nothing_of_torchao(tmp_path: Path) -
 
 
 MIXTURE = moe(num_hidden_layers=4, n_shared_experts=1)
+WIDE_MIXTURE = moe(hidden_size=64, num_hidden_layers=4, num_local_experts=8, n_shared_experts=1)
 TOGETHER: dict[str, Any] = {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "schedule": "zbvzerobubble"}
 LAYOUTS: dict[
     str, Config
@@ -399,6 +400,7 @@ LAYOUTS: dict[
     "cp": tiny(cp=2, layers=4),
     "ep": tiny(dp=2, ep=2, model=MIXTURE),
     "ep over tp": tiny(tp=2, dp=2, ep=4, model=MIXTURE),
+    "a token with other experts": tiny(tp=2, dp=2, ep=4, model=WIDE_MIXTURE),
     "all together": tiny(model=MIXTURE, **TOGETHER),
 }
 LAYOUTS = {name: replace(config, precision=FLOAT8) for name, config in LAYOUTS.items()}

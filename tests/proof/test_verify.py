@@ -131,6 +131,10 @@ def test_only_a_difference_that_rounding_explains_is_explained() -> None:
     assert row.explain(row.squared).agrees
     assert not row.explain(row.squared / 100).agrees
     assert not compared("gradient", {"mine": with_first(math.nan)}).explain(math.inf).agrees
+    # in bf16 it adds to what one process differs by
+    row = compared("gradient", {"mine": RIGHT + 5 * NOISE[0], "in_bf16": RIGHT + NOISE[1]})
+    assert not row.agrees and row.explain(row.squared).verdict == "rounding"
+    assert not row.explain(row.squared / 100).agrees
 
 
 def test_a_sign_is_compared_unless_it_is_rounding() -> None:

@@ -50,6 +50,7 @@ class Comparison:
     along: float  # sum of the differences times that base
     rounding: float | None  # as `squared`, of one process in bf16
     rounding_along: float  # as `along`
+    along_moved: float = 0.0  # by which rounding alone moves `along`
     amplified: bool = False  # fp32: rounding alone explains the difference (see `explain`)
     tolerance: float | None = None  # relative, instead of the kind's
     along_base: float = 0.0  # as `along`, with the updated weights
@@ -125,11 +126,15 @@ class Comparison:
         negligible = self.rounding is None and 0 < self.difference <= NEGLIGIBLE
         return f"below {NEGLIGIBLE:.0e}" if negligible and self.relative > relative else "ok"
 
-    def explain(self, squared: float) -> Comparison:
+    def explain(self, squared: float, along: float = 0.0) -> Comparison:
         """Set `amplified` if the difference is within ROUNDING; squared: the sum of squares by
-        which rounding alone changes the reference."""
+        which rounding alone changes the reference; along: its part along the reference."""
         if self.agrees:
             return self
+        if self.rounding is not None:
+            rounding = (math.sqrt(self.rounding) + math.sqrt(squared)) ** 2
+            more = replace(self, rounding=rounding, along_moved=along)
+            return replace(self, amplified=more.agrees)
         allowed = ROUNDING[self.kind] * math.sqrt(squared)
         return replace(self, amplified=math.sqrt(self.squared) <= allowed < math.inf)
 
@@ -142,7 +147,8 @@ class Comparison:
         # standard deviation of the difference of two independent ones
         random = 6 * math.sqrt(2 * rounding * self.scale / self.elements)
         along = abs(self.along - self.rounding_along)
-        return along <= max(random, SIZE_TOLERANCE * self.scale)
+        moved = ROUNDING[self.kind] * self.along_moved
+        return along <= max(random, SIZE_TOLERANCE * self.scale, moved)
 
 
 def compare(
@@ -156,12 +162,13 @@ def compare(
     mask: Tensor | None = None,
     part: Part | None = None,
     tolerance: float | None = None,
+    of_sums: bool = True,
 ) -> Comparison:
     """Compare this rank's part of a tensor with the same part of the reference.
 
     base: differences are relative to reference - base (an update), not to the reference. in_bf16:
     the reference's tensor computed in bf16; mask: the elements to compare; part: the rank's part of
-    a parameter.
+    a parameter; of_sums: whether a gradient is a sum over ranks in fp32.
     """
     if tensor is None:
         rounding = None if in_bf16 is None else 0.0
@@ -185,7 +192,9 @@ def compare(
     difference = values - right
     rounding = None if in_bf16 is None else here(in_bf16).double() - right
     digits = (
-        torch.zeros(0) if in_bf16 is None or kind != "gradient" else _more_digits(here(in_bf16))
+        _more_digits(here(in_bf16))
+        if in_bf16 is not None and kind == "gradient" and of_sums
+        else torch.zeros(0)
     )
     if mask is not None:
         difference = difference * here(mask)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 # Relative change of the weights to measure how rounding grows: layouts' gradients differ from the
 # reference's by some 1e-7 to 1e-6 of their norm.
 _NUDGE = 2.0**-22
+_BF16_NUDGE = 2.0**-9
 _NUDGES = 3
 _FILLED = 0.02  # standard deviation
 VALIDATION_LOSS = "validation loss"
@@ -131,11 +132,22 @@ def microbatches_of(config: Config, data: Data) -> dict[int, int]:
     return {rows * config.dp: order.microbatches * config.dp for rows, order in orders.items()}
 
 
+# (kind, name) -> sum of squares of the difference, and its part along the tensor
+Distances = dict[tuple[str, str], tuple[float, ...]]
+
+
 def rounding_of_one_process(
-    config: Config, data: Data, device: torch.device, exact: Reference, *, kernels: bool
-) -> dict[tuple[str, str], float]:
-    """How far rounding alone moves one process in fp32: (kind, name) -> sum of squares, of the
-    first step's gradients, of buffers, updates, optimizer state and losses.
+    config: Config,
+    data: Data,
+    device: torch.device,
+    exact: Reference,
+    *,
+    kernels: bool = False,
+    low: bool = False,
+) -> Distances:
+    """How far rounding alone moves one process in fp32, in the first step's gradients, in buffers,
+    updates, optimizer state and losses. low: in the layout's precision, from weights changed by half
+    a bf16 digit: a router may choose other experts for a token, as in a layout.
 
     kernels: repeat the steps one sample at a time, so that kernels get other sizes; else, for
     models that normalize samples together, from weights changed by _NUDGE, several times, and take
@@ -145,18 +157,23 @@ def rounding_of_one_process(
     runs: list[dict[str, Any]] = [{"groups": {size: size for size in sizes}}]
     if exact.divided or not kernels:
         runs = [{"groups": exact.groups, "nudge": seed} for seed in range(_NUDGES)]
-    transforms = _transforms(replace(config, precision=Precision()), data, device)
-    largest: dict[tuple[str, str], float] = {}
+    dtype, groups = torch.float32, exact.groups
+    of = replace(config, precision=Precision())
+    if low:
+        dtype, groups, of = torch.bfloat16, microbatches_of(config, data), config
+        runs = [{"groups": groups, "nudge": seed} for seed in range(_NUDGES)]
+    transforms = _transforms(of, data, device)
+    largest: Distances = {}
     # again, with process groups: code that is wrong with them must not count as rounding
-    exact = _single_process(config, data, device, transforms, torch.float32, exact.groups)
+    exact = _single_process(config, data, device, transforms, dtype, groups)
     for run in runs:
-        other = _single_process(config, data, device, transforms, torch.float32, **run)
-        for key, squared in _distances(exact, other).items():
-            largest[key] = max(largest.get(key, 0.0), squared)
+        other = _single_process(config, data, device, transforms, dtype, **run)
+        for key, pair in _distances(exact, other).items():
+            largest[key] = tuple(map(max, pair, largest.get(key, pair)))
     return largest
 
 
-def _distances(exact: Reference, other: Reference) -> dict[tuple[str, str], float]:
+def _distances(exact: Reference, other: Reference) -> Distances:
     """One figure for all losses before the first update, and one for those after it, since a single
     loss's may be small by chance."""
     rows = [
@@ -172,12 +189,12 @@ def _distances(exact: Reference, other: Reference) -> dict[tuple[str, str], floa
         for name, value in other.state.items()
         if name in exact.state
     ]
-    distances = {(row.kind, row.name): row.squared for row in rows}
+    distances: Distances = {(row.kind, row.name): (row.squared, abs(row.along)) for row in rows}
     pairs = ("loss", exact.losses, other.losses), ("norm", exact.norms, other.norms)
     for kind, values, others in pairs:
         for names in (values.keys() & EARLY, values.keys() - EARLY):
             squared = max((abs(others[name] - values[name]) for name in names), default=0.0) ** 2
-            distances |= {(kind, name): squared for name in names}
+            distances |= {(kind, name): (squared, 0.0) for name in names}
     return distances
 
 
@@ -197,7 +214,7 @@ def _single_process(
 
     transforms: the config's in one process. groups: see `Reference`. rounding: the precision of the
     compared layout, if not the config's. nudge: seed of random changes of the initial weights, of
-    size _NUDGE. step: whose gradients are kept.
+    size _NUDGE or _BF16_NUDGE. step: whose gradients are kept.
     """
     config = replace(config, dp=1, replicate=1)
     resolved = resolve_model(config)
@@ -223,7 +240,8 @@ def _single_process(
         generator = torch.Generator().manual_seed(nudge)
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(device)
-            parameter.data.mul_(1 + _NUDGE * noise)
+            size = _NUDGE if dtype == torch.float32 else _BF16_NUDGE
+            parameter.data.mul_(1 + size * noise)
     transforms = [*transforms, *([recorder] if recorder else [])]
     transforms_here = [t for each in transforms if (t := each.in_one_process(model)) is not None]
     loss = build_loss(config.loss, device)
