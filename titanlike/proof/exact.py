@@ -113,8 +113,9 @@ def computed(
         ]
         for step in range(1, config.verify.steps + 1):
             gradients = forward_backward(run, config, step, moved)
+            unreached = run.pipeline.unreached()  # filled with zeros, of either sign
             for name, p, places in owned:
-                if p.grad is not None:
+                if p.grad is not None and not unreached.get(p, 0):
                     yield step, KINDS.index("gradient"), name, p.grad.detach(), places
             one = [*pieces(gradients.loss.view(1), None)]
             yield step, KINDS.index("loss"), "", gradients.loss.view(1), one
