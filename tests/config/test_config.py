@@ -217,8 +217,12 @@ def test_every_choice_composes_and_parses(files: tuple[Path | None, ...]) -> Non
     for group, choice in chosen.items():
         if group in VARIANTS and choice != "own":
             fields = VARIANTS[group][choice].__dataclass_fields__.items()
-            required = {name: plain[group][name] for name, field in fields if is_required(field)}
-            expected = VARIANTS[group][choice](**{**required, "name": choice})
+            values = {  # a device's are all its own
+                name: plain[group][name]
+                for name, field in fields
+                if is_required(field) or group == "hardware"
+            }
+            expected = VARIANTS[group][choice](**{**values, "name": choice})
             assert getattr(config, group) == expected, (
                 "the file's defaults differ from the schema's"
             )

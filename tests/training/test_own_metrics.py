@@ -32,6 +32,7 @@ from titanlike.data.registry import open_data
 from titanlike.data.sources import IGNORE
 from titanlike.generation.generate import load_model
 from titanlike.metrics.sinks import read_jsonl
+from titanlike.training.measured import MEASURED
 from titanlike.training.preflight import preflight
 
 OWN = {"accuracy": f"{__name__}.accuracy", "margin": f"{__name__}.margin"}
@@ -163,3 +164,12 @@ def test_a_metric_that_depends_on_the_layout_is_refused(
     assert function != "by_sequence" or not preflight(
         config_in(tmp_path, metrics=Metrics(own=own), pp=2)
     )
+
+
+@pytest.mark.parametrize(
+    "name", [*(entry.name for entry in MEASURED), "grad_norm", "dropped", "busiest_expert"]
+)
+def test_a_metric_is_not_named_as_another_of_the_step(name: str, tmp_path: Path) -> None:
+    config = config_in(tmp_path, metrics=Metrics(own={name: f"{__name__}.nothing"}))
+    with pytest.raises(ConfigError, match=f"metrics.own.{name}=.*another number"):
+        raise ConfigError(preflight(config))

@@ -115,7 +115,7 @@ def is_place(word: str) -> bool:
 
 
 def check_places(words: Iterable[str]) -> None:
-    """Raise ValueError for a word that is not KEY=VALUE of a file that a checkpoint names."""
+    """Raise ValueError for a word for which `is_place` is false."""
     for word in words:
         if not is_place(word):
             raise ValueError(

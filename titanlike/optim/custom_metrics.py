@@ -28,6 +28,7 @@ Function = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 _TOKENS = 8  # sequence length with which a function is tried
 _CLOSE = 1e-3
 _NAME = re.compile(r"(?!val_)[A-Za-z]\w*(?<!_seconds)(?<!_bytes)(?<!_per_second)")
+# names of a step's other metrics
 _TAKEN = {
     "step",
     "loss",
@@ -40,6 +41,7 @@ _TAKEN = {
     "skipped",
     "digest",
 }
+_TAKEN |= {"microbatch_losses", "busiest_expert", "idlest_expert", "dropped", "busiest_rank"}
 
 
 def functions_of(config: Config) -> dict[str, Function]:

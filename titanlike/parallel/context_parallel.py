@@ -50,11 +50,12 @@ _OFFSETS = frozenset({document_spans, sequence_spans})
 
 @dataclass(frozen=True)
 class Attended:
-    """A recorded call of attention with heads [B, H, T, E] and [B, K, T, E]."""
+    """The sizes and options of a recorded attention call: queries [B, H, T, E], keys and values
+    [B, K, T, E]."""
 
-    heads: int  # 0 = no such dimension
-    kv_heads: int
-    width: int  # head size; 0 = keys and values differ
+    heads: int  # H; 0 = no such dimension
+    kv_heads: int  # K
+    width: int  # E; 0 = keys and values differ
     causal: bool
     masked: bool
     dropout: bool

@@ -119,7 +119,8 @@ class Roofline:
         without: Sequence[str] = (),
     ) -> Seconds:
         """Time of operators. block: whether in a block; weights: whether they compute weight
-        gradients; without: patterns of operators whose results are saved."""
+        gradients; without: patterns of operators that are not run, as recomputation finds their
+        results saved."""
         total = Seconds()
         for operator, count in operators.items():
             if not any(fnmatchcase(operator.name, pattern) for pattern in without):

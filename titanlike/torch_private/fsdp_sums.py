@@ -57,7 +57,7 @@ class ShardedGradients:
         """Concatenate gradients shard by shard: fp32 [shards * part]; missing ones and padding are
         -0.0, the neutral element of addition. Called without autograd (`parallel/exact.py`).
 
-        at: the parameter's index of each gradient.
+        indices: of the parameters that the gradients belong to.
         """
         sizes = [self._part_numel(index, shards) for index in indices]
         flat = torch.full((shards, sum(sizes)), -0.0, device=self._group.device)

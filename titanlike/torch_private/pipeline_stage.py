@@ -62,10 +62,10 @@ def make_stage(
     3 = also gather in each forward and backward, block by block. weight_gradients: called after
     each backward; returns what W does, in a schedule that splits the backward. The backward is then
     full, and runs in I; torch's would walk through the graph twice, and through a checkpointed
-    block for each of its weights. skips_in, skips_out: non-adjacent stages of the last inputs and
-    the last outputs. begin_microbatch: called with the stage and the microbatch before each
-    forward. sums: called around each backward, takes its gradients; None = FSDP and autograd add
-    them.
+    block for each of its weights. skips_in, skips_out: indices of the non-adjacent
+    stages that the last of `inputs` come from and the last of `outputs` go to. begin_microbatch:
+    called with the stage and the microbatch before each forward. sums: called around each backward,
+    takes its gradients; None = FSDP and autograd add them.
     """
     kind: Any = _Stage if zero == 1 else _ShardingStage
     near_in, near_out = len(inputs) - len(skips_in), len(outputs) - len(skips_out)
