@@ -34,6 +34,11 @@ CASES: dict[str, tuple[list[Operation], list[list[Operation]], str]] = {
         [],
         "those that one process has, too, agree",
     ),
+    "one more of a kind": (
+        of(("exp", X), ("mul", Y), ("mul", Y), ("mul", Y)),
+        [],
+        "too, agree; it is one of mul (mul.py:1)",
+    ),
     "a collective has no pair": (
         of(("exp", X), ("c10d.allreduce_", None)),
         [],
@@ -42,12 +47,17 @@ CASES: dict[str, tuple[list[Operation], list[list[Operation]], str]] = {
     "what comes before and after it": (
         of(("fill", X), ("exp", Y), ("c10d.allreduce_", None)),
         [],
-        "before it fill (fill.py:1); then, of the layout alone, c10d.allreduce_",
+        "before it, of the layout alone, fill (fill.py:1); after it c10d.allreduce_",
     ),
     "parts of a sum": (
         of(("mul", X / 4)),
         [of(("mul", 3 * X / 4))],
         "mul (mul.py:1), right as a part of a sum over ranks; none sums it",
+    ),
+    "one process computes otherwise": (
+        of(("fused", X)),
+        [],
+        "one process has none of them; it is one of fused (fused.py:1)",
     ),
     "nothing is computed": (of(("c10d.recv_", None)), [], ""),
 }

@@ -194,14 +194,9 @@ def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> dict
 
 def _steps(wrong: list[Comparison], last: int) -> list[int]:
     """The steps that may be the first that differs."""
-    if any(
-        row.kind in ("promise", "initial", "gradient", "buffer") or row.name in EARLY
-        for row in wrong
-    ):
-        return [1]
-    named = [_OF_STEP.search(row.name) for row in wrong]
-    first = min((int(match[1]) for match in named if match), default=2)
-    return [*range(max(1, first - 1), last + 1)]
+    early = "promise", "initial", "gradient", "buffer"
+    first = any(row.kind in early or row.name in EARLY for row in wrong)
+    return [1] if first else [*range(1, last + 1)]
 
 
 class Attempts:

@@ -8,7 +8,7 @@ of the layout only, such as collectives, have no pair: they are named, not compa
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,7 +105,9 @@ def first_operation(
     other partial sums."""
     theirs, layout = _by_kind(reference), _by_kind(in_layout)
     others = [_by_kind(operations) for operations in peers]
-    agreed, alone, first, part = 0, list[Operation](), "", ""
+    counts = [Counter(each.name for each in operations) for operations in (in_layout, reference)]
+    # alone: of the layout; after: those of them since the last one that is paired
+    agreed, alone, after, first, part = 0, list[Operation](), list[Operation](), "", ""
     for key, operation in layout.items():
         rows = []
         results = theirs[key].results if key in theirs else []
@@ -114,26 +116,28 @@ def first_operation(
             rows.append(compared(*pair, [part[index] for part in parts if len(part) > index]))
         compared_rows = [row for row, _ in rows if row is not None]
         wrong = [row for row in compared_rows if not row.agrees]
-        if not compared_rows:
-            alone.append(operation)
+        # where one side has more of a kind, these may be others than those that they are paired with
+        unsure = wrong and counts[0][operation.name] != counts[1][operation.name]
+        if not compared_rows or unsure:
+            if not operation.line.startswith("<"):  # FSDP's, before a stage's forward
+                alone.append(operation)
+                after.append(operation)
         elif wrong and not first:
             first = f"operation: {operation}{DIFFERS}{wrong[0].relative:.1e}"
             first += f"; {agreed} before it agree" if agreed else ""
-            first += f"; before it {_names(alone)}" if alone else ""
-            alone = []
+            first += f"; before it, of the layout alone, {_names(alone)}" if alone else ""
+            after = []
         elif not first:
-            agreed, alone = agreed + 1, []
-            part = (
-                f"{operation}, right as a part of a sum over ranks"
-                if any(s for _, s in rows)
-                else ""
-            )
+            agreed, after, summed = agreed + 1, [], any(of_sum for _, of_sum in rows)
+            part = f"{operation}, right as a part of a sum over ranks" if summed else ""
     if first:
-        return f"{first}; then, of the layout alone, {_names(alone)}" if alone else first
+        return f"{first}; after it {_names(after)}" if after else first
     if part:
-        return f"operation: {part}; {f'after it {_names(alone)}' if alone else 'none sums it'}"
-    those = "operation: those that one process has, too, agree"
-    return (f"{those}; it is one of {_names(alone)}" if alone else those) if agreed else ""
+        return f"operation: {part}; {f'after it {_names(after)}' if after else 'none sums it'}"
+    if not agreed and not any(operation.results for operation in alone):
+        return ""
+    those = "those that one process has, too, agree" if agreed else "one process has none of them"
+    return f"operation: {those}" + (f"; it is one of {_names(alone)}" if alone else "")
 
 
 def _by_kind(operations: list[Operation]) -> dict[tuple[str, int], Operation]:
