@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from support.models import tiny
-from support.saved_runs import a_run, checkpoint, numbers, train_each
+from support.records import numbers
+from support.saved_runs import a_run, checkpoint, train_or_refuse
 from support.saved_state import (
     checkpointer_of,
     copied,
@@ -202,7 +203,7 @@ def train_with_late_copies(config: Config, worker: Worker, runs: list[Config]) -
 
     reached = threading.Event()
     writer.Copy = Late
-    return train_each(config, worker, runs)
+    return train_or_refuse(config, worker, runs)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

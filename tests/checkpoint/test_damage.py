@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from support.saved_runs import a_run, checkpoint, events, numbers, reseal, train_all
+from support.records import numbers
+from support.saved_runs import a_run, checkpoint, events, reseal, train_all
 from support.saved_state import going_on, load, load_each, opened, update
 from support.world import run_world
 from titanlike.checkpoint import integrity, state_dict
@@ -259,7 +260,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_can_be_restored(
     kept = file.read_bytes()
     short = replace(saved, steps=5)  # so that step 6 is not saved again
     assert train_all(going_on(short, run_dir)) == [""]
-    assert numbers(run_dir) == {step: truth[step] for step in range(1, 6)}
+    assert numbers(run_dir) == truth[:5]
     assert not (folder / MARKER).exists() and file.read_bytes() == kept
     assert f"{file.name} does not match the checksum" in (folder / DAMAGED_MARKER).read_text()
     assert flip_in(folder, "model.lm_head.weight") == file.name

@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.saved_runs import a_run, events, train_each
+from support.saved_runs import a_run, events, train_or_refuse
 from support.saved_state import fill, load, local, opened, tensors
 from support.world import run_world
 from titanlike.checkpoint import storage
@@ -85,7 +85,7 @@ def test_retention_holds_after_any_kill(
     the next start has nothing to train."""
     config = a_run(tmp_path, steps=3, every=1, keep=0)
     again = replace(config, checkpoint=replace(config.checkpoint, keep=2))
-    assert run_world(train_each, config, tmp_path, [config, again]) == [["", ""]]
+    assert run_world(train_or_refuse, config, tmp_path, [config, again]) == [["", ""]]
     assert Storage(tmp_path / "checkpoints").names() == ["step-00000002", "step-00000003"]
 
 

@@ -18,7 +18,8 @@ from support.cells import cells, meshes
 from support.exported import GPT2, LLAMA, MOE, byte_text, trained, with_args
 from support.families import deepseek, gpt_oss
 from support.hf_tiny import SIZES, model_of
-from support.saved_runs import a_run, numbers, train_all
+from support.records import numbers
+from support.saved_runs import a_run, train_all
 from support.tokenizers import write_tokenizer
 from support.world import run_world
 from titanlike.checkpoint.hf_export import export

@@ -15,13 +15,18 @@ from titanlike.launch.worker import Worker
 from titanlike.training.loop import train
 
 
+def train_one(config: Config, worker: Worker, number: int = 0) -> None:
+    """Train as a process of its own would; number: of the run in these processes."""
+    store = worker.store and dist.PrefixStore(f"{number}", worker.store)
+    with ExitStack() as resources:
+        run_dir = Path(config.run_dir)
+        train(config, replace(worker, run_dir=run_dir, store=store, resources=resources))
+
+
 def train_each(_: Config, worker: Worker, configs: list[Config]) -> None:
     """Train each, one after the other, in the same processes."""
     for number, config in enumerate(configs):
-        store = worker.store and dist.PrefixStore(f"{number}", worker.store)
-        with ExitStack() as resources:  # as in a process for each
-            run_dir = Path(config.run_dir)
-            train(config, replace(worker, run_dir=run_dir, store=store, resources=resources))
+        train_one(config, worker, number)
 
 
 def assert_goes_on(config: Config, folder: Path) -> None:

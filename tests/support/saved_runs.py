@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from support.models import tiny
+from support.runs import train_one
 from support.world import run_world
 from titanlike.checkpoint.commands import main
 from titanlike.checkpoint.integrity import checksum
@@ -22,9 +22,6 @@ from titanlike.checkpoint.storage import CHUNKS, MANIFEST, MARKER, Storage
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.training.loop import train
-
-Numbers = dict[int, tuple[float, float, float]]  # step -> loss, gradient norm, learning rate
 
 
 def a_run(run_dir: Path, pp: int = 1, dp: int = 1, steps: int = 8, **checkpoint: Any) -> Config:
@@ -40,18 +37,15 @@ def a_run(run_dir: Path, pp: int = 1, dp: int = 1, steps: int = 8, **checkpoint:
     )
 
 
-def train_each(_: Config, worker: Worker, configs: list[Config]) -> list[str]:
+def train_or_refuse(_: Config, worker: Worker, configs: list[Config]) -> list[str]:
     """Train each, one after the other; what each raised, "" for a run that came to its end.
 
     With several ranks, of which the first error stops some in the middle, that is raised.
     """
     raised = []
     for number, config in enumerate(configs):
-        store = worker.store and dist.PrefixStore(f"{number}", worker.store)
         try:
-            with ExitStack() as resources:  # as in a process for each
-                run_dir = Path(config.run_dir)
-                train(config, replace(worker, run_dir=run_dir, store=store, resources=resources))
+            train_one(config, worker, number)
             raised.append("")
         except (ValueError, OSError) as error:
             if worker.world_size > 1:
@@ -62,7 +56,7 @@ def train_each(_: Config, worker: Worker, configs: list[Config]) -> list[str]:
 
 
 def train_all(*configs: Config, folder: Path | None = None) -> list[str]:
-    """`train_each` in ranks of the first one's mesh; what rank 0 says.
+    """`train_or_refuse` in ranks of the first one's mesh; what rank 0 says.
 
     folder: for rank0.out, the console's output; None = the first one's run directory.
     """
@@ -70,7 +64,7 @@ def train_all(*configs: Config, folder: Path | None = None) -> list[str]:
     for config in configs:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     limit = max(60, 4 * len(configs))  # seconds: one after the other, half a second each alone
-    return run_world(train_each, configs[0], folder, list(configs), timeout=limit)[0]
+    return run_world(train_or_refuse, configs[0], folder, list(configs), timeout=limit)[0]
 
 
 # a test's module takes both: saved, run = saved_runs.saved, saved_runs.run
@@ -87,13 +81,6 @@ def run(saved: Config, tmp_path: Path) -> Config:
     """A copy of it, which a test may harm."""
     shutil.copytree(saved.run_dir, tmp_path / "run")
     return replace(saved, run_dir=str(tmp_path / "run"))
-
-
-def numbers(run_dir: Path) -> Numbers:
-    records = read_jsonl(run_dir / "metrics.jsonl")
-    found = {r["step"]: (r["loss"], r["grad_norm"], r["lr"]) for r in records}
-    assert len(found) == len(records), "a step is there twice"
-    return found
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:

@@ -16,7 +16,8 @@ import pytest
 from support.command_lines import examined, problems_of
 from support.mixing import Net
 from support.paths import ROOT
-from support.saved_runs import a_run, checkpoint, events, numbers, reseal, train_all
+from support.records import numbers
+from support.saved_runs import a_run, checkpoint, events, reseal, train_all
 from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import Config, Custom, TokenData
 from titanlike.data.registry import DataError, open_data
