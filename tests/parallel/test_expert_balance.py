@@ -3,6 +3,7 @@ which gives each rank a part of every layer's experts."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -372,6 +373,7 @@ def order_of_a_step(config: Config, worker: Worker) -> tuple[list[str], set[bool
             only_begin.add(kwargs.get("async_op", False))
         return exchange(out, x, *args, **kwargs)
 
+    warnings.filterwarnings("error", "FSDP2-wrapped module .* returned a view")
     patched = mock.patch.object(dist, "all_to_all_single", noted)
     with opened(config, worker) as job, patched, Order() as order:
         job.train()

@@ -75,7 +75,7 @@ def through_experts(
 
     experts: a module as above. Expert parallelism may set `takes_unsorted` on it: then it receives
     unsorted tokens with their weights, [N, D + K], and the sorting order, and does the rest.
-    beside: computes another summand [N, D] without experts; a module with `computes_beside`
+    beside: computes another summand [..., D] without experts; a module with `computes_beside`
     receives it, calls it while tokens travel, and returns its result after its own.
     """
 
@@ -92,13 +92,13 @@ def through_experts(
     order = flat.argsort(stable=True)  # position in the sorted tokens -> position in [N * K]
     if getattr(experts, "takes_unsorted", False):
         y, added = computed(torch.cat([x, weights.to(x.dtype)], 1), counts, order)
-        return y if added is None else y + added
+        return y if added is None else y + added.flatten(0, -2)
     place = torch.empty_like(order)  # the inverse
     place.scatter_(0, order, torch.arange(len(order), device=x.device))
     results, added = computed(_Sorted.apply(x, order, place), counts)  # [S, D]
     results = _Permuted.apply(results, place, order).unflatten(0, chosen.shape)  # [N, K, D]
     y = (weights.to(x.dtype).unsqueeze(1) @ results).squeeze(1)
-    return y if added is None else y + added
+    return y if added is None else y + added.flatten(0, -2)
 
 
 class _Sorted(torch.autograd.Function):

@@ -119,7 +119,7 @@ class RoutedMLP(nn.Module):
         if self.training and torch.is_grad_enabled():
             weights = self._with_losses(weights, logits, scores)
         shared = self.shared_experts
-        beside = None if shared is None else lambda: shared(x).flatten(0, -2)
+        beside = None if shared is None else lambda: shared(x)
         return through_experts(self.experts, tokens, weights, chosen, beside).view(x.shape)
 
     def _choose(self, scores: Tensor) -> Tensor:
