@@ -48,4 +48,6 @@ def test_the_plan_predicts_context_parallel_memory(method: str) -> None:
         assert costs is not None
         return costs.saved_bytes()
 
-    assert saved(512, 4) == saved(128, 1)
+    # Ulysses saves attention's result on both sides of its all-to-all
+    more = [few - one for few, one in zip(saved(512, 4), saved(128, 1), strict=True)]
+    assert {*more} == ({0, 128 * 32 * 4} if method == "ulysses" else {0})

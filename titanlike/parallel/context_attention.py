@@ -370,7 +370,9 @@ class _Ring(torch.autograd.Function):
             if receive is not None:
                 held = receive()
         blocks = [block for block in partial if block is not None]
-        result = torch.cat([block.result for block in blocks], _TOKENS).to(q.dtype)
+        # heads joined, as kernels write them: a model's flatten of these copies nothing
+        results = [block.result.to(q.dtype).transpose(1, _TOKENS) for block in blocks]
+        result = torch.cat(results, 1).transpose(1, _TOKENS)
         sums = torch.cat([block.sums for block in blocks], _TOKENS)
         ctx.save_for_backward(q, k, v, result, sums)
         return result
