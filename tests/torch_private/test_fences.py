@@ -41,6 +41,7 @@ from titanlike.launch.worker import Worker
 from titanlike.proof.verify import verify
 from titanlike.torch_private import distributed_checkpoint, pipeline_stage, tensors
 from titanlike.torch_private.accelerator import use_expandable_segments
+from titanlike.torch_private.autograd import running_node, sequence_number
 from titanlike.torch_private.compiler import as_if_compiling, is_graph_break
 from titanlike.torch_private.fsdp import gather_with, reduce_missing_gradients
 from titanlike.torch_private.operators import TorchDispatchMode, decomposed, scaled_grouped_mm
@@ -614,3 +615,26 @@ def test_the_public_scaled_grouped_product_has_no_meta_kernel() -> None:
     assert scaled_grouped_mm(a, b, (of_a, of_b), ends, torch.bfloat16).shape == (64, 48)
     with pytest.raises(NotImplementedError):
         nn.functional.scaled_grouped_mm(a, b, of_a, kinds, of_b, kinds, offs=ends)
+
+
+def test_a_backward_tells_the_forward_that_it_belongs_to() -> None:
+    """By sequence numbers, which torch gives to each node of the graph."""
+    forward: dict[str, int] = {}
+    backward: dict[str, int] = {}
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            name = function.overloadpacket.__name__
+            if (node := running_node()) is None:
+                forward.setdefault(name, sequence_number())
+            else:
+                backward.setdefault(node.name, node.number)
+            return function(*args, **(kwargs or {}))
+
+    weight = torch.randn(4, 4, requires_grad=True)
+    with Watching():
+        ((torch.randn(4, 4) @ weight).exp() * 2.0).sum().backward()
+    assert running_node() is None
+    assert backward["MmBackward0"] == forward["mm"] < backward["ExpBackward0"] == forward["exp"]
