@@ -203,7 +203,6 @@ class Grains:
         """peers: adjacent ranks that each compute the grains of all of them, with their experts."""
         self._count, self.peers = microbatches, peers
         self.all = mesh.dp * microbatches
-        self.first = mesh.dp_rank * microbatches
         self.replicate_group = mesh.axes.get_group("replicate")
         self.replicas = self.replicate_group.size()
         self.shards = mesh.dp // self.replicas // peers
