@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlike.graph.recording import tree_flatten
 from titanlike.proof.comparison import Comparison
 from titanlike.torch_private import deferred_dynamo
 from titanlike.torch_private.autograd import in_backward, running_node, sequence_number
+from titanlike.torch_private.operators import TorchDispatchMode
 
 # files whose lines are not reported
 _OTHERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), deferred_dynamo.__file__)
