@@ -34,7 +34,8 @@ from titanlike.optim import optimizer
 from titanlike.parallel import context_attention
 from titanlike.parallel.tp import styles
 from titanlike.pipeline.pipeline import Pipeline
-from titanlike.proof.localization import Attempts
+from titanlike.proof.comparison import compare
+from titanlike.proof.localization import Attempts, first_place
 from titanlike.proof.recorder import Recorder
 from titanlike.proof.verification import Verdict
 from titanlike.proof.verify import verify
@@ -390,3 +391,16 @@ def test_a_correct_layout_is_correct_in_every_module(config: Config, tmp_path: P
     found, compared = run_world(recorded, config, tmp_path)[0]
     assert found.agrees and not found.wrong, found.wrong
     assert compared > 50, compared
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, 0.5, 2.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("norm", [0.0, 0.5, 3.0])
+def test_whatever_is_wrong_with_updates_is_told(scale: float, norm: float) -> None:
+    """Of all updates: none at all, the sign, a factor, no numbers."""
+    right = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    rows = [compare("gradient", "weight", right, right)]
+    rows += [compare("norm", "gradient norm of step 1", *[torch.tensor([norm])] * 2)]
+    rows += [compare("update", "weight", scale * right, right, base=torch.zeros(8))]
+    config = tiny(dp=2, optimizer=Sgd(clip=1.0))
+    first = first_place(Verdict(rows, [rows, rows], 1), config)["first"]
+    assert first[0].startswith("first difference: update of weight")

@@ -85,7 +85,7 @@ class Comparison:
     @property
     def decayed(self) -> bool:
         """Whether the difference is a multiple of the weights."""
-        return self.along_base**2 > 0.9 * self.base_scale * self.squared > 0
+        return self.along_base * self.along_base > 0.9 * self.base_scale * self.squared > 0
 
     @property
     def summed_in_bf16(self) -> bool:

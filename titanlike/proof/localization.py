@@ -316,7 +316,9 @@ def first_place(
         place = {"phase": "reduction", "name": next(iter(how))}
         text = gradients
     else:
-        row = max(rows, key=lambda row: row.along**2 / (row.scale * row.squared or math.inf))
+        row = max(
+            rows, key=lambda row: row.along * row.along / (row.scale * row.squared or math.inf)
+        )
         if row.kind in ("update", "state"):  # of small ones rounding of the weights leaves nothing
             row = sorted(rows, key=lambda row: row.factor)[len(rows) // 2]
         place = {"phase": row.kind, "name": row.name, "relative": row.relative}
@@ -372,12 +374,14 @@ def _of_update(rows: list[Comparison], result: Verdict, config: Config) -> str:
     state = state or [row for row in result.rows if row.kind == "update"]  # SGD has no state
     factors, limit = sorted(row.factor for row in state if not row.agrees), config.optimizer.clip
     factor = factors[len(factors) // 2] if factors else math.inf
-    near = [each for each in factors if abs(each / factor - 1) < _NEAR]
-    if limit is None or not math.isfinite(factor) or 2 * len(near) <= len(state):
+    near = [each for each in factors if math.isclose(each, factor, rel_tol=_NEAR)]
+    known = factor != 0 and math.isfinite(factor) and 2 * len(near) > len(state)
+    if limit is None or not known:
         return ""
     norm = next(row.largest for row in reversed(result.rows) if row.kind == "norm")
-    how = {norm / limit: "not clipped", limit / norm: "scaled up to the limit of the norm"}
-    reasons = (text for right, text in how.items() if abs(factor / right - 1) < _NEAR)
+    how = {norm / limit: "not clipped"}
+    how |= {limit / norm: "scaled up to the limit of the norm"} if norm else {}
+    reasons = (text for right, text in how.items() if math.isclose(factor, right, rel_tol=_NEAR))
     reason = next(reasons, "clipped by another norm, or scaled")
     return f"the optimizer gets gradients {factor:.4g} times: {reason} (optimizer.clip={limit:g})"
 
