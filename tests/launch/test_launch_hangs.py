@@ -7,6 +7,7 @@ real.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -262,8 +263,11 @@ def alone(config: Config, worker: Worker) -> None:
 
     settings = Launch(timeout=1, step_timeout=0, heartbeat=10)
     with Watchdog(worker, settings, report_failure) as watchdog:
-        (worker.run_dir / "logs").rename(worker.run_dir / "moved")
-        (worker.run_dir / "logs").write_text("no folder any more")
+        logs = worker.run_dir / "logs"
+        while not logs.is_file():  # a heartbeat may make the folder again in between
+            logs.rename(worker.run_dir / f"moved at {time.time()}")
+            with contextlib.suppress(IsADirectoryError):
+                logs.write_text("no folder any more")
         watchdog.enter_phase(0, "build", settings.timeout)
         time.sleep(30)
 
