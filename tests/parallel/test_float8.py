@@ -327,8 +327,8 @@ def test_the_estimates_and_flops_are_those_of_bf16() -> None:
     assert plans[0].flops_per_token == plans[1].flops_per_token
     # on the CPU it is emulated: operands are cast once more
     assert bf16.step_seconds <= eight.step_seconds < 1.05 * bf16.step_seconds
-    # operands in float8 are in memory beside those in bf16 while a layer runs
-    assert bf16.fullest <= eight.fullest < 1.1 * bf16.fullest
+    # operands in float8 are beside those in bf16 while a layer runs; all-gathered weights take half
+    assert 0.9 * bf16.fullest < eight.fullest < 1.1 * bf16.fullest
 
 
 # --- what a user is told ------------------------------------------------------------------------

@@ -51,9 +51,10 @@ def loss_in_plain_torch(config: Config, output: object, targets: Tensor) -> Tens
         return None
     logits = logits_of(output).detach().double()
     further = logits.shape[1] // rows - 1 if loss.mtp_weight else 0
+    groups = logits.split(rows, 1) if further else [logits]
     total = logits.new_zeros(())
-    for later in range(further + 1):  # token t + 1 + later, predicted from token t
-        known = logits[:, later * rows : (later + 1) * rows][:, : rows - later].flatten(0, 1)
+    for later, group in enumerate(groups):  # token t + 1 + later, predicted from token t
+        known = (group[:, : rows - later] if later else group).flatten(0, -2)
         goals = targets[:, later:].flatten()
         each = F.cross_entropy(known, goals, ignore_index=IGNORE, reduction="none")
         squares = known.logsumexp(-1).square().masked_fill(goals == IGNORE, 0)

@@ -74,6 +74,7 @@ def train(rank, ranks, folder):
     for gradient in gradients.values():
         dist.all_reduce(gradient.div_(ranks))
     torch.save(gradients, f"{{folder}}/{{ranks}}.pt")
+    dist.destroy_process_group()  # or its threads may abort the process at its end
 
 
 if __name__ == "__main__":
