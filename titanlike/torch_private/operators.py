@@ -49,8 +49,8 @@ def scaled_grouped_mm(
     """Multiply groups of rows of `a`, or of its columns and rows of `b`, in float8; scales: by which
     rows of `a` and columns of `b` were multiplied; ends: of each group.
 
-    The public function, torch.nn.functional.scaled_grouped_mm, has no meta kernel: a compiled block
-    cannot call it. Test: `test_fences.py::test_the_public_scaled_grouped_product_has_no_meta_kernel`.
+    Until 2.14 the public function, torch.nn.functional.scaled_grouped_mm, has no meta kernel: a
+    compiled block cannot call it. Test: `test_fences.py::test_the_public_scaled_grouped_product_has_no_meta_kernel`.
     """
     of_a, of_b = scales[0].reciprocal(), scales[1].reciprocal()
     multiply: Any = torch._scaled_grouped_mm
