@@ -44,10 +44,8 @@ def elsewhere(
     are weighted and summed there: [N, D]. beside: called while tokens travel; its result is
     returned, too.
     """
-    operators, rank_counts = (
-        torch.ops.titanlike,
-        counts.unflatten(0, (ranks.size, -1)),
-    )  # [n, E / n]
+    operators = torch.ops.titanlike
+    rank_counts = counts.unflatten(0, (ranks.size, -1))  # [n, E / n]
     length, top_k = len(tokens), 1 if unsorted is None else len(unsorted) // len(tokens)
     group, home, away = "", [unsorted] * 5, [unsorted] * 3
     if ranks.group is not None and not tokens.is_meta:

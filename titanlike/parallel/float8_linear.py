@@ -62,10 +62,14 @@ class Float8Linear(nn.Linear):
 
     in_float8 = True
     config: Float8LinearConfig
-    block = 1  # consecutive features that share a scale with no others
     # the weight as operands of forward and input gradient, or one for both; () = cast in each
     casts: tuple[Operand, ...] = ()
     tokens: GroupInfo | None = None  # cp's ranks, which shard the rows of activations
+
+    @property
+    def block(self) -> int:
+        """Consecutive features that share a scale with no others."""
+        return getattr(self.config, "block", 1)
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
@@ -79,7 +83,6 @@ class Float8Linear(nn.Linear):
 def convert(layer: nn.Module, config: Float8LinearConfig) -> None:
     layer.__class__ = Float8Linear
     vars(layer)["config"] = config
-    vars(layer)["block"] = getattr(config, "block", 1)
 
 
 def largest_of(x: Tensor, kind: CastConfig, dim: int) -> Tensor:

@@ -289,7 +289,7 @@ class _Parts:
     def compared(
         self, place: Place, tensor: Tensor, whole: Tensor
     ) -> tuple[Tensor | None, Comparison | None]:
-        """The part of `whole` nearest to `mine`, of the possible ones, and its comparison."""
+        """The part of `whole` nearest to `tensor`, of the possible ones, and its comparison."""
         if place[:2] in self._unlike:
             return None, None
         # rounding grows with the number of terms
