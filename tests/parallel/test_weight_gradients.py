@@ -4,6 +4,7 @@ order."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ from torch import Tensor, nn
 from support.cells import slow
 from support.models import tiny
 from support.proven import assert_proven
-from titanlike.config.schema import LoopedZeroBubbleSchedule, Precision, ZeroBubbleSchedule
+from support.records import numbers
+from support.runs import train_each
+from support.world import run_world
+from titanlike.config.schema import (
+    LoopedSchedule,
+    LoopedZeroBubbleSchedule,
+    Precision,
+    Schedule,
+    ZeroBubbleSchedule,
+)
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 
 CPU = torch.device("cpu")
@@ -35,6 +45,38 @@ def test_weight_gradients_may_all_come_after_the_last_backward(
     assert_proven(
         tiny(pp=pp, dp=2, schedule=schedule, layers=2 * pp, precision=Precision("bf16")), tmp_path
     )
+
+
+@pytest.mark.parametrize(
+    "split, whole",
+    [
+        (ZeroBubbleSchedule("zbh2", 16), Schedule("1f1b", 16)),
+        *slow(
+            (ZeroBubbleSchedule("zbh1", 16), Schedule("1f1b", 16)),
+            (LoopedZeroBubbleSchedule(microbatches=16), LoopedSchedule(microbatches=16)),
+        ),
+    ],
+    ids=lambda schedule: schedule.name,
+)
+def test_weight_gradients_are_summed_in_fp32(split: Any, whole: Any, tmp_path: Path) -> None:
+    """In bf16 under FSDP, however many W follow one another: to the bit as whole backwards."""
+    runs = [
+        tiny(
+            pp=2,
+            dp=2,
+            layers=4,
+            steps=2,
+            batch_size=32,
+            schedule=schedule,
+            precision=Precision("bf16"),
+            run_dir=str(tmp_path / schedule.name),
+        )
+        for schedule in (split, whole)
+    ]
+    for config in runs:
+        Path(config.run_dir).mkdir()
+    run_world(train_each, runs[0], tmp_path / "world", runs)
+    assert numbers(tmp_path / split.name) == numbers(tmp_path / whole.name)
 
 
 def test_only_plain_linear_layers_queue_their_gradients() -> None:

@@ -81,22 +81,25 @@ def gather_other(
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
 
 
-def gradients_in_one_dtype(groups: Iterable[Any]) -> None:
-    """Cast deferred gradients of a split backward to the accumulation dtype before they are
-    reduced.
+def sum_in_reduce_dtype(groups: Iterable[Any]) -> None:
+    """Add the unsharded gradients of a split backward to FSDP's sums over microbatches, in fp32.
 
-    groups: of the stage, see `parameter_groups`. Symptom without it (2.11, 2.13), in bf16: torch
-    accumulates in fp32, finds weight gradients computed after the last backward in bf16, and raises
-    "expects uniform gradient dtype". Test: test_weight_gradients.py
-    ::test_weight_gradients_may_all_come_after_the_last_backward
+    groups: of the stage, see `parameter_groups`. Symptoms without it (2.11, 2.13), in bf16: torch
+    adds to its sums in backwards alone, so weight gradients that are computed one after the other
+    are added in bf16; of those after the last backward it raises "expects uniform gradient dtype".
+    Tests: test_weight_gradients.py::test_weight_gradients_are_summed_in_fp32,
+    test_weight_gradients_may_all_come_after_the_last_backward
     """
     for group in groups:
         for parameter in group.fsdp_params:
             if not hasattr(parameter, "to_accumulated_grad_if_needed"):
                 return  # 2.15 keeps all in .grad, in fp32
-            unsharded = hasattr(parameter, "_unsharded_param")
-            if unsharded and parameter.unsharded_accumulated_grad is None:
+            if not hasattr(parameter, "_unsharded_param"):
+                continue
+            if parameter.unsharded_accumulated_grad is None:
                 parameter.to_accumulated_grad_if_needed()
+            else:
+                parameter.accumulate_unsharded_grad_if_needed()
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:

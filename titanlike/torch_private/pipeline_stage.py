@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import _ComputationType
 
-from titanlike.torch_private.fsdp import gradients_in_one_dtype, parameter_groups
+from titanlike.torch_private.fsdp import parameter_groups, sum_in_reduce_dtype
 
 # 2.13; not 2.15, which waits for sends within a step, nor 2.11, which has no metadata of messages
 _TORCH_KEEPS_BUFFERS = hasattr(PipelineStage, "_setup_forward_recv_info") and not hasattr(
@@ -177,7 +177,9 @@ class _Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        if self.sums is not None:
+        if self.sums is None:
+            sum_in_reduce_dtype(self._groups)
+        else:
             self.sums.end(bwd_chunk_id, True)
 
     def backward_maybe_with_nosync(
@@ -198,7 +200,7 @@ class _Stage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.sums is None:
-            gradients_in_one_dtype(self._groups)
+            sum_in_reduce_dtype(self._groups)
         super().perform_reduce_grad(grad_scale_factor)
         waits = isinstance(self.submod, FSDPModule) and hasattr(
             PipelineStage, "wait_for_gradient_reduction"
