@@ -32,6 +32,7 @@ import xxhash
 from torch import Tensor
 
 from titanlike.checkpoint.storage import Storage, error_line
+from titanlike.config.files import sync_to_disk
 from titanlike.device.accelerator import pin, unpin
 
 _ALIGNMENT = 64  # bytes to which each tensor is aligned
@@ -190,7 +191,7 @@ def write_tensors(folder: Storage, name: str, tensors: Iterable[Tensor]) -> Writ
             sums.append(stream.chunk.digest())
         raw.flush()
         if folder.local:
-            os.fsync(raw.fileno())
+            sync_to_disk(raw.fileno())
     return WrittenFile(name, stream.size, stream.whole.hexdigest(), ends, b"".join(sums))
 
 

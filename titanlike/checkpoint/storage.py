@@ -19,7 +19,13 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from titanlike.config.files import NotRegularFile, atomic_write_bytes, check_writable, open_regular
+from titanlike.config.files import (
+    NotRegularFile,
+    atomic_write_bytes,
+    check_writable,
+    open_regular,
+    sync_to_disk,
+)
 
 # files of a checkpoint, see integrity.py
 MARKER = "COMMITTED"  # without this file a checkpoint is incomplete
@@ -217,7 +223,7 @@ class Storage:
         if self.local:
             handle = os.open(self._root, os.O_RDONLY)
             try:
-                os.fsync(handle)
+                sync_to_disk(handle)
             finally:
                 os.close(handle)
 

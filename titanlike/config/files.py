@@ -20,6 +20,7 @@ from typing import IO, Any, Literal, TypeVar
 
 Record = TypeVar("Record")
 LARGEST = 1 << 63  # upper bound of integers that the program writes
+_NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)  # as systems name it
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -188,7 +189,17 @@ def atomic_write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
         file.write(data)
         file.flush()
         if sync:
-            os.fsync(file.fileno())
+            sync_to_disk(file.fileno())
+
+
+def sync_to_disk(fd: int) -> None:
+    """Apply `os.fsync` to an open file or folder, unless its file system has no such operation: of
+    folders SMB and several FUSE and 9p mounts have none."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from titanlike.config.files import atomic_write_text, read_object, replaced
+from titanlike.config.files import atomic_write_text, read_object, replaced, sync_to_disk
 from titanlike.config.program import argument_parser, exit_code
 from titanlike.data.kinds import DataError
 from titanlike.data.text import (
@@ -274,7 +274,7 @@ def _tokenize_unit(out: str, number: int, paths: list[str], settings: Settings) 
             unit.tokens += len(document)
             unit.documents += 1
         file.flush()
-        os.fsync(file.fileno())
+        sync_to_disk(file.fileno())
     unit.checksum = hasher.hexdigest()
     if bad:
         lines = "".join(json.dumps(entry) + "\n" for entry in bad)

@@ -28,7 +28,7 @@ import titanlike
 from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override, redact_value
 from titanlike.config.errors import override_text
-from titanlike.config.files import NotRegularFile, regular_fd
+from titanlike.config.files import NotRegularFile, regular_fd, sync_to_disk
 from titanlike.metrics.summary import jsonl_records
 
 _PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds before each retry
@@ -64,7 +64,7 @@ class AppendedFile:
 
     def sync(self) -> None:
         """Flush to disk (fsync)."""
-        self._retry(partial(os.fsync, self._fd))
+        self._retry(partial(sync_to_disk, self._fd))
 
     def close(self) -> None:
         os.close(self._fd)

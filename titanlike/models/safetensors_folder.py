@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titanlike.config.errors import some_names
+from titanlike.config.files import sync_to_disk
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # the format's words
@@ -106,7 +107,7 @@ def write_file(tensors: dict[str, Tensor], path: Path, about: dict[str, str]) ->
         raise OSError(f"{path} could not be written: {error}") from error
     with open(path, "rb+") as file:
         os.fchmod(file.fileno(), mode)
-        os.fsync(file.fileno())
+        sync_to_disk(file.fileno())
 
 
 def write_folder(
