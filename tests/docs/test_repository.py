@@ -1,5 +1,5 @@
 """What a newcomer to the repository relies on: CI runs what CONTRIBUTING says, and the site has
-every page."""
+every page, and no tree grows unseen."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,27 @@ def test_ci_runs_every_check_and_every_planted_fault() -> None:
     assert steps(slow["everything"]) == ".ci/run"
     rooms = [path.stem for path in sorted((ROOT / "tests" / "faults").glob("*.yaml"))]
     assert sorted(slow["faults"]["strategy"]["matrix"]["room"]) == rooms
+
+
+@pytest.mark.parametrize("tree", ["titanlike", "tests"])
+def test_no_package_has_more_lines_than_its_budget(tree: str) -> None:
+    budgets = yaml.safe_load((ROOT / "tests" / "budgets.yaml").read_text("utf-8"))[tree]
+    lines: Counter[str] = Counter()
+    for path in (ROOT / tree).rglob("*.py"):
+        folder, *inside = path.relative_to(ROOT / tree).parts
+        lines[folder if inside else "files"] += len(path.read_text("utf-8").splitlines())
+    budget = budgets.pop("all")
+    for folder in {**budgets, **lines}:
+        told = f"{tree}/{folder} has {lines[folder]} lines, tests/budgets.yaml says"
+        most = budgets.get(folder, 0)
+        assert lines[folder] <= most, (
+            f"{told} {most}: delete as many here, or lower another figure by as many in this commit"
+        )
+        assert most <= 1.1 * lines[folder] + 100, f"{told} {most}: write the lower figure there"
+    assert sum(budgets.values()) <= budget, (
+        f"the figures of {tree}/ in tests/budgets.yaml are {sum(budgets.values())} lines, which may "
+        f"be {budget} in all: lower another figure by as many"
+    )
 
 
 def test_the_citation_is_of_this_version() -> None:
