@@ -82,10 +82,13 @@ def test_the_average_matches_torchs_averaged_model_without_skipped_steps(
 
 
 class Operators(TorchDispatchMode):
+    """Counts operators; one with a list of scalar tensors is a kernel for each of them on a GPU."""
+
     count = 0
 
     def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), more: Any = None) -> Any:
-        self.count += 1
+        lists = [arg for arg in args if isinstance(arg, list) and arg]
+        self.count += max((len(a) for a in lists if all(t.dim() == 0 for t in a)), default=1)
         return function(*args, **more or {})
 
 
@@ -106,7 +109,7 @@ def operators(layers: int, **more: Any) -> int:
 def test_all_weights_are_averaged_in_a_few_operators() -> None:
     """A GPU would wait for the host that launches some for each of hundreds of weights."""
     of_one, of_three = (operators(n, ema=Ema(0.6)) - operators(n) for n in (1, 3))
-    assert of_one == of_three <= 2 * 3, "of the weights with and without weight decay"
+    assert of_one == of_three <= 2 * 6, "of the weights with and without weight decay"
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,8 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
         for alike, skip in lists:
             begun = [p for p in alike if KEY in optimizer.state[p]]
             averages = [local(optimizer.state[p][KEY]) for p in begun]
-            share: Any = 1 - decay
-            if skip is not None:
-                share = [(1 - decay) * (1 - skip)] * len(begun)
-            if begun:  # one foreach call: kernels launched one by one would be bound by the host
+            if begun:  # few foreach calls: kernels launched one by one would be bound by the host
+                share = (1 - decay) * (1 - (averages[0].new_zeros(()) if skip is None else skip))
                 lerp(averages, [local(p) for p in begun], share)
             for parameter in alike:
                 if KEY not in optimizer.state[parameter]:

@@ -12,6 +12,8 @@ GetAttrKey, MappingKey = _pytree.GetAttrKey, _pytree.MappingKey
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 tree_flatten_with_path, tree_leaves = _pytree.tree_flatten_with_path, _pytree.tree_leaves
 
+_AT_ONCE = 2**26  # 256 MiB in fp32
+
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of each plain tensor, without waiting for the device.
@@ -39,10 +41,20 @@ def copy_values(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(to), list(values))
 
 
-def lerp(to: Sequence[Tensor], values: Sequence[Tensor], share: float | list[Tensor]) -> None:
-    """Interpolate tensors towards `values`, in place; share: one weight, or a scalar tensor for
-    each."""
-    torch._foreach_lerp_(list(to), list(values), share)
+def lerp(to: Sequence[Tensor], values: Sequence[Tensor], share: Tensor) -> None:
+    """Interpolate tensors towards `values`, in place; share: a scalar tensor, a weight for all.
+
+    Symptom of torch's `_foreach_lerp_` with a weight on the device: it takes one for each tensor,
+    and a GPU launches a kernel for each. Differences exist for `_AT_ONCE` elements at a time.
+    """
+    begin = elements = 0
+    for end, tensor in enumerate(to, start=1):
+        elements += tensor.numel()
+        if elements >= _AT_ONCE or end == len(to):
+            change = torch._foreach_sub(list(values[begin:end]), list(to[begin:end]))
+            torch._foreach_mul_(change, share)
+            torch._foreach_add_(list(to[begin:end]), change)
+            begin, elements = end, 0
 
 
 def storage_id(tensor: Tensor) -> int:
