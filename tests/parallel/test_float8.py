@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from support.cells import cells, slow
 from support.commands import TINY, command
+from support.counted_calls import CountedCalls
 from support.families import gpt_oss, llama, moe
 from support.hf_tiny import model_of, tiny_hf
 from support.models import tiny
@@ -193,6 +194,20 @@ def test_mxfp8_has_a_scale_for_32_elements_that_are_summed_over(recipe: str) -> 
     torch.testing.assert_close(layer.weight.grad, low(of_rows.t()) @ low(rows.t()).t())
     plain = rows @ weight.t()
     assert 0.01 < (out.flatten(0, 1) - plain).norm() / plain.norm() < 0.06
+
+
+def test_mxfp8_copies_a_matrix_only_where_blocks_need_it() -> None:
+    """Full blocks of rows are cast as they lie, those of columns are copied once."""
+    from titanlike.parallel.mxfp8 import BlockConfig
+
+    config = BlockConfig(emulate=True)
+    with pytest.MonkeyPatch.context() as patch:
+        # torchao's own cast copies as well
+        patch.setattr("titanlike.parallel.mxfp8.to_mx", lambda x, *_: (x, x))
+        for (tokens, dim), copies in {(64, 1): 0, (64, 0): 1, (48, 0): 2}.items():
+            with CountedCalls() as counted:
+                config.cast_blocks(torch.ones(tokens, 96), dim)
+            assert counted.calls.total() == copies + 1, (tokens, dim)  # and `ones`
 
 
 def by_block(x: Tensor) -> Tensor:

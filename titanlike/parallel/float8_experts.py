@@ -144,7 +144,7 @@ def _places(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def _padded(rows: Tensor, place: Tensor, most: int) -> Tensor:
-    return rows.new_zeros(most, rows.shape[1]).index_copy(0, place, rows)
+    return rows.new_zeros(most, rows.shape[1]).index_copy_(0, place, rows)
 
 
 def _by_expert(x: Tensor, counts: Tensor) -> Tensor:
@@ -167,12 +167,12 @@ def _experts(rows: Tensor, counts: Tensor) -> Tensor:
 def gather_casts(product: Product) -> None:
     """Let FSDP gather `cast_experts`'s casts of a module's matrices if each of its ranks has full
     experts; others are gathered in bf16."""
-    nan = torch.full((), float("nan"))  # reading it as the weight gives NaN
 
     def gather(name: str, weight: nn.Parameter) -> None:
         def receive(*gathered: Tensor) -> Tensor:
             product.casts[name] = gathered
-            scale = nan.to(gathered[0].device)
+            # reading it as the weight gives NaN; a scalar from the CPU would wait for the GPU
+            scale = gathered[0].new_full((), torch.nan, dtype=torch.float32)
             return Float8TrainingTensor(gathered[0], scale, torch.bfloat16, LinearMMConfig())
 
         gather_other(weight, lambda: product.shards[name], receive)

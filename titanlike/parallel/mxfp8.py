@@ -32,8 +32,9 @@ class BlockConfig(Float8LinearConfig):
 
     def cast_blocks(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """Elements and scales of a matrix, in its layout; dim: the summed dimension."""
-        rows = x if dim == 1 else x.t()
-        rows = pad(rows, (0, -rows.shape[1] % BLOCK)).contiguous()  # tokens: zeros change no scale
+        rows = (x if dim == 1 else x.t()).contiguous()
+        if missing := -rows.shape[1] % BLOCK:  # `pad` copies, also where it adds nothing
+            rows = pad(rows, (0, missing))  # tokens: zeros change no scale
         if self.emulate or x.is_meta:
             scale, data = to_mx(rows, _E4M3, BLOCK, _ROUNDED)
         else:  # torchao's kernels for columns take multiples of 128, or Python 3.10
