@@ -27,16 +27,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pkgutil
 import re
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
-
-from titanlike.config.errors import nearest
-from titanlike.config.program import PARENT, program, set_program
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     from titanlike.launch.local import PrestartedWorkers
@@ -44,8 +39,7 @@ if TYPE_CHECKING:
 ExitCode = int | str | None  # as sys.exit takes it
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A subcommand."""
 
     function: str  # import path within titanlike
@@ -121,6 +115,9 @@ MOVED = {  # removed commands, and what replaces them
 
 def run(command: str | None = None) -> NoReturn:
     """Run `main` as the whole life of a process."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # until `_until_a_signal`: a Ctrl-C has no traceback of an import, so few are above this
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     run_as_process(lambda: main(command))
 
 
@@ -139,6 +136,10 @@ def run_as_process(call: Callable[[], object]) -> NoReturn:
 
 def main(command: str | None = None) -> None:
     """Run `command`; None = the one that the first word names, else train."""
+    import pkgutil
+
+    from titanlike.config.program import PARENT, set_program
+
     _open_closed_streams()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, exit codes of children are lost
     try:
@@ -159,7 +160,8 @@ def main(command: str | None = None) -> None:
     list_commands = command is None and typed is None
     command = command or typed or "train"
     if command in TOOLS:
-        sys.exit(pkgutil.resolve_name(f"titanlike.{TOOLS[command].function}")(sys.argv[1:]))
+        tool = f"titanlike.{TOOLS[command].function}"
+        sys.exit(_until_a_signal(lambda: pkgutil.resolve_name(tool)(sys.argv[1:])))
     if {"-h", "--help"} & set(sys.argv[1:]):
         _print_help(command, list_commands)
         return
@@ -177,18 +179,23 @@ def start_job(
     checked: whether the sweep has checked this job's config.
     """
     from titanlike.launch.process_end import no_garbage_collection
-    from titanlike.launch.signals import Interrupted, exit_now, interruptible
 
     if os.getcwd() not in sys.path and not sys.flags.safe_path:
         sys.path.append(os.getcwd())  # for user code that Hydra imports
-    code: ExitCode = 1
+    with no_garbage_collection():
+        sys.exit(_until_a_signal(lambda: _drive_or_follow(function, folder, result_dir, checked)))
+
+
+def _until_a_signal(call: Callable[[], ExitCode]) -> ExitCode:
+    """Return `call()`. A signal that it does not handle ends the process, with one line."""
+    from titanlike.launch.signals import Interrupted, exit_now, interruptible
+
     try:
-        with interruptible(), no_garbage_collection():
-            code = _drive_or_follow(function, folder, result_dir, checked)
+        with interruptible():
+            return call()
     except Interrupted as interrupted:
         print(f"\n{interrupted}", file=sys.stderr)
         exit_now(interrupted.exit_code)
-    sys.exit(code)
 
 
 def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked: bool) -> ExitCode:
@@ -258,6 +265,8 @@ def _take_command() -> str | None:
     if word in commands:
         return sys.argv.pop(1)
     if re.fullmatch(r"[a-z][a-z_-]*", word):
+        from titanlike.config.errors import nearest
+
         near = nearest(word, commands)
         hint = f"did you mean {near}?" if near else f"commands: {', '.join(commands)}"
         hint = MOVED.get(word, hint)
@@ -268,6 +277,7 @@ def _take_command() -> str | None:
 
 def _print_help(command: str, list_commands: bool) -> None:
     from titanlike.config.help import command_help, help_text
+    from titanlike.config.program import program
 
     if os.environ.get("RANK", "0") != "0":
         return

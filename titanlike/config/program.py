@@ -92,9 +92,9 @@ def exit_code(
     except (ValueError, OSError, ImportError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return next((c for kind, c in (codes or {}).items() if isinstance(error, kind)), 2)
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as signal:
+        print(f"\n{interrupted}", file=sys.stderr)
+        return getattr(signal, "exit_code", 130)
 
 
 def program_length(words: Sequence[str]) -> int:

@@ -97,7 +97,7 @@ def _run(
     arguments.line = sys.argv[1:] if argv is None else argv
     if arguments.run is None:
         parser.error("which RUN? write the directory of a run, outputs/run")
-    return exit_code(lambda: command(arguments), interrupted="\ninterrupted")
+    return exit_code(lambda: command(arguments))
 
 
 def _load(arguments: argparse.Namespace) -> LoadedModel:

@@ -40,6 +40,7 @@ _TRANSPORT = (
     "socket timeout",
     "recvvalue failed",
     "sendbytes failed",
+    "distnetworkerror",
 )
 
 

@@ -1,5 +1,5 @@
 """Ctrl-C, SIGTERM and dead parents: a run stops at the next step, or its processes exit soon,
-report it, and leave no children.
+report it, and leave no children. All commands handle signals by this module.
 
 A request to stop, by a signal or by max_time, is deferred to the next step boundary: within
 `StopRequest.deferred` a first signal is only recorded, and the run stops with a checkpoint where
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from titanlike.config import files
 
@@ -34,6 +34,7 @@ MAX_TIME = 1000  # a stop code, not a signal's number
 GRACE = 5.0  # seconds for the main thread to exit by itself after a signal
 _REPEAT = 1.0  # seconds within which a second signal counts as the same one
 _POLL = 0.5  # seconds between checks whether a stop request is futile
+_AT_A_STEP = "stopping after the next step with a checkpoint"
 _AGAIN = 0.2  # seconds until a signal that the main thread has not handled is sent again
 
 
@@ -47,7 +48,9 @@ def stop_reason(code: int) -> str:
 class StopRequest:
     """This process' stop request. `folder`: shared by a local job's worker and its driver."""
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, answer: str = _AT_A_STEP) -> None:
+        """answer: printed when a signal is deferred."""
+        self._answer = answer
         self.started = time.time()  # when the job started; restarts do not reset it
         # whether a different rank of the job has failed
         self.peer_failed: Callable[[], bool] = lambda: False
@@ -99,7 +102,7 @@ class StopRequest:
                 return False
         self._signum, self._received_at = signum, time.monotonic()
         # not print(): the signal may have interrupted a write to the same buffer
-        text = "stopping after the next step with a checkpoint; a second signal stops immediately"
+        text = f"{self._answer}; a second signal stops immediately"
         with contextlib.suppress(OSError):
             os.write(2, f"\n{signal.Signals(signum).name}: {text}\n".encode())
         return True
@@ -129,8 +132,8 @@ class StopRequest:
         return bool(self._signum) and self._deferred and self.peer_failed()
 
 
-class Interrupted(BaseException):
-    """A signal ends this process. A BaseException, so that no `except Exception` catches it."""
+class Interrupted(KeyboardInterrupt):
+    """A signal ends this process. No `except Exception` catches it."""
 
     def __init__(self, signum: int) -> None:
         self.signum = signum
@@ -157,9 +160,9 @@ def interruptible(
     """A context in which a signal that `stop` does not defer raises Interrupted in the main thread.
 
     A main thread inside a C call (a collective whose peer is gone) would raise it late or never:
-    after `grace` seconds a watcher thread calls `report` and ends the process. It also does so if a
-    signal was deferred, but a different rank has failed. Handlers that the code inside installs
-    replace this one.
+    after `grace` seconds, or at the next signal, a watcher thread calls `report` and ends the
+    process. It also does so if a signal was deferred, but a different rank has failed. Handlers
+    that the code inside installs replace this one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # a sweep's launcher may run jobs in threads, where Python allows no handlers
@@ -185,6 +188,7 @@ class _SignalWatcher:
         self._uninstalled, self.raised = threading.Event(), threading.Event()
         self._main = threading.get_ident()
         self.fatal = 0  # the signal that ends this process
+        self._fatal_at, self._resent, self._again = inf, 0, False  # again: a further signal came
         self._unraisable = sys.unraisablehook
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
@@ -233,10 +237,14 @@ class _SignalWatcher:
         with self._lock, contextlib.suppress(BlockingIOError):
             while signums := os.read(self._reader, 1):
                 signum = signums[0]
-                if signum == 0 or signal.getsignal(signum) is not self._handler or self.fatal:
+                if signum == 0 or signal.getsignal(signum) is not self._handler:
                     continue
-                if not self._stop.receive(signum):
-                    self.fatal = signum
+                if self.fatal and self._resent:  # by this thread
+                    self._resent -= 1
+                elif self.fatal:
+                    self._again |= time.monotonic() - self._fatal_at > _REPEAT
+                elif not self._stop.receive(signum):
+                    self.fatal, self._fatal_at = signum, time.monotonic()
         return self.fatal
 
     def _wake(self) -> None:
@@ -258,14 +266,16 @@ class _SignalWatcher:
                 self._end_process(self._stop.code(), GRACE)
 
     def _insist(self, signum: int) -> None:
-        """Wait up to `grace` seconds for the main thread to exit, sending the signal again if it
-        raised nothing: its handler may have run before the byte was in the pipe, or Python ignored
-        the exception."""
+        """Wait up to `grace` seconds, or until a further signal, for the main thread to exit, sending
+        the signal again if it raised nothing: its handler may have run before the byte was in the
+        pipe, or Python ignored the exception."""
         deadline = time.monotonic() + self._grace
-        while (remaining := deadline - time.monotonic()) > 0:
+        while (remaining := deadline - time.monotonic()) > 0 and not self._again:
             if self._uninstalled.wait(min(_AGAIN, remaining)):
                 return
+            self._process_signals()
             if not self.raised.is_set() and signal.getsignal(signum) is self._handler:
+                self._resent += 1
                 signal.pthread_kill(self._main, signum)  # also ends a sleep, unlike interrupt_main
 
     def _end_process(self, signum: int, grace: float) -> None:
@@ -275,7 +285,7 @@ class _SignalWatcher:
             exit_now(128 + signum)
 
 
-def exit_now(code: int) -> None:
+def exit_now(code: int) -> NoReturn:
     """Exit without cleanup, which could wait for dead peers; kills child processes."""
     if "multiprocessing" in sys.modules:  # data loader workers
         import multiprocessing

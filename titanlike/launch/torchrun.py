@@ -199,7 +199,7 @@ class TorchrunRanks:
             if "stopped" in result:  # torchrun ended, and the store with it
                 return result
             missing = getattr(error, "missing", ())
-            if failure is not None and failure.transport and missing:
+            if failure is not None and failure.transport and missing and not stop.received:
                 text = (
                     f"rank {in_words(missing)} ended or does not respond: its peers have lost it, "
                 )
@@ -227,6 +227,8 @@ class TorchrunRanks:
             dist.destroy_process_group()  # does not block, as every rank has left it
         cause = root_cause(job.run_dir) or failure
         assert cause is not None, "a rank reported a failure without writing its error"
+        if cause.transport and stop.received:  # the signal has ended torchrun, and its store
+            raise Interrupted(stop.code())
         failed = cause.to_job_failed(job.run_dir, self.world_size)
         failed.ends_sweep = self._stuck = stuck
         raise failed

@@ -106,7 +106,7 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
             worker.stop_request.started = job.started
             function = import_object(job.function.replace(":", "."))
             return function(job.config, worker) or {}
-        except (Interrupted, KeyboardInterrupt):
+        except KeyboardInterrupt:
             raise
         except BaseException as error:
             with contextlib.suppress(OSError):  # a full disk must not hide the error
@@ -146,7 +146,9 @@ def run_alone(
     )
     try:
         return run_job(job, worker)
-    except KeyboardInterrupt:
+    except Interrupted:
+        raise
+    except KeyboardInterrupt:  # of the user's code
         raise Interrupted(signal.SIGINT) from None
     except Exception as error:
         raise describe(0, error).to_job_failed(job.run_dir, 1) from error

@@ -33,7 +33,7 @@ from typing import Any
 from titanlike.config.files import atomic_write_text, make_new_folder, read_object
 from titanlike.config.program import argument_parser, exit_code
 from titanlike.launch.environment import available_cores, child_environment
-from titanlike.launch.signals import die_with_parent
+from titanlike.launch.signals import StopRequest, die_with_parent, interruptible
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten
 from titanlike.metrics.run_files import own_version
@@ -42,6 +42,7 @@ from titanlike.proof.gpu_cells import KINDS, Cell, Outcome, plan, run_cell
 _END = "exit code: 0 everything that ran passed, 1 something failed, 2 nothing could be run"
 _MOST_RANKS = 8  # of a cell, if there are fewer GPUs
 _RANK_MEMORY = 4 * 2**30  # GPU memory of a rank: context, kernels, a small model
+_POLL = 0.5  # seconds between looks at whether a signal came
 _ENDING = 12.0  # seconds for a cell at its limit to report its stacks and end
 
 
@@ -189,53 +190,50 @@ def _run(
             theirs.close()
             running[ours] = number, process
 
-    how = "still running"
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the report says how it ended
-    try:
-        while waiting or running:
+    how, stop = "still running", StopRequest(answer="stopping the checks that run")
+    with interruptible(stop=stop), stop.deferred():
+        try:
+            while (waiting or running) and not stop.received:
+                write(how)
+                start_those_that_fit()
+                names = [f"{cells[n].kind}: {cells[n].name}" for n, _ in running.values()]
+                if sys.stdout.isatty() and names:
+                    place = f"[{len(outcomes)}/{len(cells)}]"
+                    _print_line(f"{place} running  {'; '.join(names)}", end="\r")
+                while running and not stop.received and not wait(list(running), _POLL):
+                    pass
+                for connection in [one for one in running if one.poll()]:
+                    number, process = running[connection]
+                    try:
+                        outcome: Outcome = connection.recv()
+                        process.join()
+                    except EOFError:
+                        process.join()
+                        outcome = Outcome("FAILED", f"its process ended with {process.exitcode}")
+                    del running[connection]
+                    outcomes[number] = outcome
+                    if outcome.status == "ok":
+                        pace.append(outcome.seconds / max(1.0, cells[number].seconds))
+                        # checkpoints are large, and logs of passed cells not needed
+                        name = f"{number + 1:03}-{cells[number].kind}"
+                        shutil.rmtree(folder / name, ignore_errors=True)
+                    _print_outcome(f"[{len(outcomes)}/{len(cells)}]", cells[number], outcome)
+            how = "interrupted" if stop.received else f"ended {time.strftime('%Y-%m-%d %H:%M')}"
+            for _, process in running.values():
+                process.terminate()
+            for number, process in running.values():
+                process.join()
+                waiting.append(number)
+        finally:
             write(how)
-            start_those_that_fit()
-            names = [f"{cells[n].kind}: {cells[n].name}" for n, _ in running.values()]
-            if sys.stdout.isatty() and names:
-                place = f"[{len(outcomes)}/{len(cells)}]"
-                _print_line(f"{place} running  {'; '.join(names)}", end="\r")
-            if running:  # else it would wait forever
-                wait(list(running))
-            for connection in [one for one in running if one.poll()]:
-                number, process = running[connection]
-                try:
-                    outcome: Outcome = connection.recv()
-                    process.join()
-                except EOFError:
-                    process.join()
-                    outcome = Outcome("FAILED", f"its process ended with {process.exitcode}")
-                del running[connection]
-                outcomes[number] = outcome
-                if outcome.status == "ok":
-                    pace.append(outcome.seconds / max(1.0, cells[number].seconds))
-                    # checkpoints are large, and logs of passed cells not needed
-                    name = f"{number + 1:03}-{cells[number].kind}"
-                    shutil.rmtree(folder / name, ignore_errors=True)
-                _print_outcome(f"[{len(outcomes)}/{len(cells)}]", cells[number], outcome)
-        how = f"ended {time.strftime('%Y-%m-%d %H:%M')}"
-    except KeyboardInterrupt:
-        how = "interrupted"
-        print()  # after the line of running cells
-        for _, process in running.values():
-            process.terminate()
-        for number, process in running.values():
-            process.join()
-            waiting.append(number)
-    finally:
-        write(how)
     for number in left:
         print(f"left: {cells[number].kind}: {cells[number].name}")
     print(f"{_counted(outcomes.values()) or 'nothing has run'}; report: {folder / 'report.md'}")
     if left or waiting:
         again = f"--continue {folder / 'results.json'}"
         print(f"{len(left + waiting)} not run; {again} runs what has not passed")
-    if how == "interrupted":
-        return 130
+    if stop.received:
+        return 128 + stop.code()
     if not outcomes:
         return 2
     return 0 if all(outcome.status == "ok" for outcome in outcomes.values()) else 1
@@ -243,8 +241,10 @@ def _run(
 
 def _run_one(cell: Cell, folder: Path, results: Connection, parent: int) -> None:
     """A cell's own process, with which its commands end."""
-    die_with_parent(parent, signal.SIGTERM)
+    signal.set_wakeup_fd(-1)  # gpu_check's
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal; gpu_check sends SIGTERM
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    die_with_parent(parent, signal.SIGTERM)
     with contextlib.suppress(KeyboardInterrupt):
         results.send(run_cell(cell, folder))
 

@@ -22,7 +22,7 @@ from titanlike.distributed.async_reads import device_queue
 from titanlike.distributed.mesh import Mesh, open_mesh
 from titanlike.launch.failures import clear_failures
 from titanlike.launch.run_dir_lock import RunDirOwner, lock_as_rank
-from titanlike.launch.signals import Interrupted, stop_reason
+from titanlike.launch.signals import stop_reason
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
@@ -251,7 +251,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
             )
             yield session
             status, together = "interrupted" if session.stop_code else "completed", True
-        except (KeyboardInterrupt, Interrupted):
+        except KeyboardInterrupt:
             status = "interrupted"
             raise
         finally:
