@@ -276,12 +276,14 @@ def _take_command() -> str | None:
 
 
 def _print_help(command: str, list_commands: bool) -> None:
-    from titanlike.config.help import command_help, help_text
-    from titanlike.config.program import program
+    from titanlike.config.help import command_help, help_on, help_text
+    from titanlike.config.program import program, train_program
 
     if os.environ.get("RANK", "0") != "0":
         return
-    if command == "train":
+    if words := [word for word in sys.argv[1:] if not word.startswith("-") and "=" not in word]:
+        text = help_on(words, train_program())
+    elif command == "train":
         helps = {name: command.help for name, command in (JOBS | TOOLS).items()}
         groups = {title: {n: helps[n] for n in names} for title, names in LISTED.items()}
         text = help_text(program(), groups if list_commands else {})

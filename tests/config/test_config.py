@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 from support.command_lines import examined
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.help import help_text
+from titanlike.config.help import help_on, help_text
 from titanlike.config.keys import Paths
 from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.parse import parse, to_plain, write_config
@@ -293,6 +293,25 @@ def test_help_lists_every_key_and_every_choice_within_the_terminal() -> None:
         assert missing == set()
         assert {path.stem for path in conf_dir().glob("*/*.yaml")} <= set(words)
         assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    "words, shown, hidden",
+    [
+        (["async"], "checkpoint.mode=sync", "checkpoint.every"),  # a value
+        (["Learning", "rate"], "optimizer.lr=0.003", "optimizer.betas"),  # documentation
+        (["fsdp"], "fsdp.cpu_offload=false", "steps="),  # a section: all of it
+        (["wsd"], "lr=  learning-rate schedule\n  wsd ", "linear"),
+        (["zzz"], "no key has zzz: python train.py --help lists all", "steps="),
+    ],
+)
+def test_help_on_a_word_shows_the_keys_that_have_it(
+    words: list[str], shown: str, hidden: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In their name, value or documentation, below their section."""
+    monkeypatch.setenv("COLUMNS", "100")
+    text = help_on(words, ["python", "train.py"])
+    assert shown in text and hidden not in text
 
 
 FOLDERS = ["plain-1.x", "a b", "it's", 'say "x"', "$HOME", "`date`", "back\\slash", "x\\'s\\"]

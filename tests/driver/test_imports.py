@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from support.commands import command
+from titanlike.config.errors import ConfigError
 from titanlike.config.imports import import_object, outside
+from titanlike.config.schema import Custom, Model
+from titanlike.models.registry import build_model
+from titanlike.optim.custom import import_callable
 
 MODEL = """
 import sys
@@ -129,3 +133,25 @@ def test_titanlike_and_the_working_directory_are_not_shown_as_external(packages:
     done = command(*own, "--check", cwd=packages)
     assert "imports" not in done.stdout
     assert done.stdout.endswith("config OK; nothing was started (--check)\n")
+
+
+@pytest.mark.parametrize(
+    "path, near",
+    [
+        ("local.models.Modell", "local.models.Model"),
+        ("local.model.Model", "local.models.Model"),
+        ("local.models.los", "local.models.loss"),
+        ("local.models.Attention", ""),
+    ],
+)
+def test_a_misspelt_import_path_has_one_answer(
+    path: str, near: str, packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name beside it that may be meant, else the form; never a built-in choice."""
+    monkeypatch.chdir(packages)
+    group = "loss" if "los" in path else "model"
+    with pytest.raises(ConfigError) as caught:
+        build_model(Model(path)) if group == "model" else import_callable("loss", Custom(path))
+    (problem,) = caught.value.problems
+    assert problem.fix == (f"{group}.name={near}" if near else "name it as package.module.Class")
+    assert "did you mean" not in str(problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from support.command_lines import applied, examined, problems_of, proposals, wit
 from support.commands import TINY, command
 from support.launched import Launched
 from support.paths import ROOT
+from titanlike.cli import TOOLS
 from titanlike.config import other_frameworks
 from titanlike.config.errors import Problem
 from titanlike.config.other_frameworks import Context, translate
@@ -228,7 +230,7 @@ SOME = {
     "lr=3e-4", "~logger", "schedule.stages_per_rank=4", "batch_size=10k dp=3", "checkpoint.evry=5",
     "dp=4 sharding_strategy=FULL_SHARD", "--bf16 pp=2", "model=[llama_tiny,gpt2_tiny]",
     "pp=2 split.points=[nope]", "'pp=${oc.env:NOPE}' 'seed=${nope}'",
-    "numerics=exact numerics.grain=0",
+    "numerics=exact numerics.grain=0", "hardware=h100", "model=llama_7b",
 }  # fmt: skip
 
 
@@ -333,6 +335,19 @@ def test_the_table_of_foreign_keys_holds_none_of_our_keys() -> None:
     own = {field.name for field in dataclasses.fields(Config)} - {*VARIANTS, *OPEN_GROUPS}
     # fsdp has keys below it here, and is a switch there
     assert own & set(names) == {"fsdp"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", TOOLS)
+def test_an_option_of_a_tool_is_answered_with_the_tool(
+    tool: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        pkgutil.resolve_name(f"titanlike.{TOOLS[tool].function}")(["--help"])
+    options = {*re.findall(r"(?<= --)[a-z][a-z-]+", capsys.readouterr().out)} - {"help", "no-"}
+    for option in options:
+        answer = translate(f"{tool}.{option}", "1", Context())
+        assert answer and f"titanlike {tool} --help" in answer[1], f"{tool} --{option}"
 
 
 WORDS = st.lists(

@@ -168,7 +168,7 @@ def test_logits_of_all_tokens_are_never_in_memory(schedule: str, tmp_path: Path)
         (regression(own("mean_of_one")), "loss.name", "1 losses for 16 sequences and 1 for 32"),
         (regression(own("looking")), "loss.name", "reads the values of tensors"),
         (regression(own("pair")), "loss.name", "it returns a tuple of 2 and not a tensor"),
-        (regression(own("hubert")), "loss.name", "did you mean support.losses.huber?"),
+        (regression(own("hubert")), "loss.name", "write loss.name=support.losses.huber"),
         (regression(own("huber", detla=1)), "loss.detla", "has no such key; write loss.delta=1"),
         (regression(own("Smoothed")), "loss.name", "missing a required argument: 'amount'"),
         (regression(Custom("nowhere.f")), "loss.name", "importing nowhere failed"),

@@ -85,7 +85,7 @@ def schedule(name: str, **args: Any) -> Config:
 @pytest.mark.parametrize(
     "config, said",
     [
-        (optimizer("my_models.optimizers.Lino"), "did you mean my_models.optimizers.Lion?"),
+        (optimizer("my_models.optimizers.Lino"), "write optimizer.name=my_models.optimizers.Lion"),
         (optimizer(LION, beta=3), "optimizer.beta=3: my_models.optimizers.Lion has no such"),
         (optimizer(LION, betas=[1]), "trying it raised ValueError: not enough values to unpack"),
         (optimizer(SQUARE_ROOT), "it takes (step: int, steps: int"),

@@ -222,7 +222,7 @@ def test_a_failing_schedule_function_is_refused_by_name(mine) -> None:
         ("own_schedules.forward", {}, "would train nothing"),
         ("own_schedules.crash", {}, "raised ZeroDivisionError"),
         ("own_schedules.crash", {"speed": 2}, "unexpected keyword argument 'speed'"),
-        ("own_schedules.crahs", {}, "did you mean own_schedules.crash?"),
+        ("own_schedules.crahs", {}, "write schedule.name=own_schedules.crash"),
         ("no_such_package.f", {}, "importing no_such_package failed with ModuleNotFoundError"),
         ("1f1bb", {}, "write schedule=1f1b"),
         ("own_schedules.crash", {"pp": 3}, "schedule.pp=3: remove it"),

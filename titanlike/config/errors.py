@@ -146,15 +146,36 @@ def quoted(text: str) -> str:
     return "'" + escaped.replace("'", r"\'") + "'"
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the most similar known word, or None."""
+def similar(word: str, known: Iterable[str]) -> list[str]:
+    """Return the known words that a word may stand for: those that are, begin with or contain it,
+    shortest first, else the one most alike, if the numbers in both are the same (llama_7b is no
+    llama3_70b)."""
+
+    def plain(text: str) -> str:
+        return re.sub(r"[-_ ]", "", text.lower())
+
+    def numbers(text: str) -> set[str]:
+        sizes = re.findall(r"(?:^|[-_ ])(\d+[bm])(?=[-_ ]|$)", text.lower())  # 7b, not 8x7b
+        return {*re.findall(r"\d+", text), *sizes}
 
     def similarity(other: str) -> tuple[float, bool]:
         ratio = difflib.SequenceMatcher(None, word.lower(), other.lower()).ratio()
         return ratio, other[:1] == word[:1]  # for dpp: dp, not pp
 
-    best = max(known, key=similarity, default=None)
-    return best if best is not None and similarity(best)[0] >= 0.6 else None
+    typed, names = plain(word), sorted(known, key=len)
+    same = [name for name in names if plain(name) == typed]
+    begin = [n for n in names if len(typed) > 2 and f".{plain(n)}".rpartition(typed)[0][-1:] == "."]
+    contain = [name for name in names if len(typed) > 3 and typed in plain(name)]
+    if found := same or begin or contain:
+        return found
+    alike = [name for name in names if numbers(word) <= numbers(name)]
+    best = max(alike, key=similarity, default=None)
+    return [best] if best is not None and similarity(best)[0] >= 0.6 else []
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that a word most likely stands for, or None."""
+    return next(iter(similar(word, known)), None)
 
 
 def some_names(names: Sequence[str], most: int = 3) -> str:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import textwrap
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from titanlike.config.errors import override_text
@@ -18,6 +18,7 @@ from titanlike.config.program import conf_dir, train_program
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Model
 
 _FLAGS = [
+    ("--help WORD", "the keys that have WORD in name, value or documentation"),
     ("-m", "sweep over comma-separated values"),
     ("--check", "find every error, start nothing; with -m in each job"),
     ("--cfg job", "print the composed config, start nothing"),
@@ -49,6 +50,33 @@ def help_text(
     flags = [*_FLAGS, ("-sc install=bash", completion)]
     lines += ["examples", *_rows(_examples(words), width), "", "flags", *_rows(flags, width), ""]
     return "\n".join([*lines, *_keys_and_groups(width)]).rstrip()
+
+
+def help_on(words: Sequence[str], program: Sequence[str]) -> str:
+    """Return the keys and choices that have all the words in their name, value or documentation; of
+    a section of this name, all."""
+    asked, width = [word.lower() for word in words], min(shutil.get_terminal_size().columns, 160)
+    entries: list[str] = []
+    for line in filter(None, _keys_and_groups(width)):
+        if line.startswith("   "):
+            entries[-1] += f"\n{line}"
+        else:
+            entries.append(line)
+    found: list[str] = []
+    titles: list[str] = []  # of the section, and of its keys, until an entry is found
+    whole = False
+    for entry in entries:
+        text = " ".join(entry.lower().split())
+        if not entry.startswith(" "):
+            titles, whole = [entry], [re.split("[=:]", text)[0]] == asked
+        elif re.match("  keys.*:$", entry):
+            titles = [*(title for title in titles if not title.startswith(" ")), entry]
+        elif whole or all(word in text for word in asked):
+            found += [*titles, entry]
+            titles = []
+    return (
+        "\n".join(found) or f"no key has {' '.join(words)}: {shlex.join(program)} --help lists all"
+    )
 
 
 def command_help(words: list[str], description: str) -> str:

@@ -13,6 +13,7 @@ import importlib.machinery
 import inspect
 import logging
 import os
+import pkgutil
 import sys
 import typing
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,20 @@ _HYDRA_KEYS = ("_target_", "class", "()")
 _HYDRA_CODE = ("hydra.", "hydra_plugins.", "logging.", "colorlog.")
 
 
+class NotFound(ValueError):
+    """An import path that leads nowhere. near: one that may be meant, or ""."""
+
+    def __init__(self, reason: str, near: str) -> None:
+        super().__init__(reason)
+        self.near = near
+
+
+def import_fix(key: str, error: ValueError, otherwise: str) -> str:
+    """Return what to write where `import_object` raised: the path that may be meant, if any."""
+    near = getattr(error, "near", "")
+    return f"{key}={near}" if near else otherwise
+
+
 def import_object(path: str) -> Any:
     """Import the object at a path. The working directory is appended to sys.path. Raises ValueError
     that names the missing part."""
@@ -44,14 +59,19 @@ def import_object(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a module may raise anything during its import
-        raise ValueError(
+        package, _, name = module_name.rpartition(".")
+        beside = getattr(sys.modules.get(package), "__path__", ())
+        near = nearest(name, [module.name for module in pkgutil.iter_modules(beside)])
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module_name and near
+        raise NotFound(
             f"importing {module_name} failed with {type(error).__name__}: {error} "
-            "(its folder must be the current one or on PYTHONPATH)"
+            "(its folder must be the current one or on PYTHONPATH)",
+            f"{package}.{near}.{attribute}" if missing else "",
         ) from error
     if not hasattr(module, attribute):
-        near = nearest(attribute, vars(module))
-        hint = f"; did you mean {module_name}.{near}?" if near else ""
-        raise ValueError(f"module {module_name} has no {attribute}{hint}")
+        near = nearest(attribute, [name for name in vars(module) if not name.startswith("__")])
+        path = f"{module_name}.{near}" if near else ""
+        raise NotFound(f"module {module_name} has no {attribute}", path)
     imported = getattr(module, attribute)
     if inspect.isroutine(imported) or inspect.isclass(imported):  # may be imported from elsewhere
         _check_library(path, str(imported.__module__))

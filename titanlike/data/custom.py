@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from titanlike.config.errors import Problem, nearest, override_text
-from titanlike.config.imports import import_object, of_a_library
+from titanlike.config.imports import import_fix, import_object, of_a_library
 from titanlike.config.schema import Config, Custom
 from titanlike.data.checked import Call, CheckedSource
 from titanlike.data.kinds import (
@@ -150,7 +150,8 @@ def _function(data: Custom) -> Callable[..., Any]:
     try:
         function = import_object(data.name)
     except ValueError as error:
-        raise DataError("data.name", data.name, str(error), remedy) from None
+        fix = import_fix("data.name", error, remedy)
+        raise DataError("data.name", data.name, str(error), fix) from None
     if not callable(function):
         raise DataError("data.name", data.name, "is not a function", remedy)
     if kind := of_a_library(data.name, function, Data):

@@ -14,7 +14,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from titanlike.config.errors import Problem, as_override, as_typed, nearest, override_text, quoted
+from titanlike.config.errors import Problem, as_override, as_typed, override_text, quoted, similar
 from titanlike.config.other_frameworks import Context, translate
 from titanlike.config.overrides import SHORT, from_hydra, in_full, key_of
 from titanlike.config.schema import VARIANTS
@@ -75,15 +75,24 @@ class Advice:
             words = self.applied([f"{parent}.{group}={choice}"]) if has_key else []
             if words:  # for lr=3e-4
                 return Problem(group, choice, reason, as_typed(words))
-        near, word = nearest(str(choice), options), override_text(choice)
+        found, word = similar(str(choice), options), override_text(choice)
         fix, note = self.translated(group, word)
-        if fix.startswith(f"{group}={near} "):  # adamw_8bit: more than the choice alone
+        # adamw_8bit: more than the choice alone; fp8: float8, although mxfp8 is more alike
+        named = fix.startswith(f"{group}=") and word not in fix.partition(" ")[0]
+        begins = any(name.lower().startswith(word.lower()) for name in found)
+        if (
+            not begins
+            and named
+            and any(fix.startswith(f"{group}={n} ") or " " not in fix for n in found)
+        ):
             return Problem(group, choice, f"{reason} ({note})" if note else reason, fix)
-        a_name = group == "data" and near and near in word[1:]  # wikitext, not text_file
-        if near and not a_name:
-            return Problem(group, choice, reason, f"{group}={near}")
+        a_name = group == "data" and any(name in word[1:] for name in found)  # wikitext
+        if found and not a_name:
+            return Problem(group, choice, reason, " or ".join(f"{group}={n}" for n in found[:3]))
         if not fix.startswith(group):
             fix, note = self.default(group) or "leave it out", ""
+        if group == "model" and re.search(r"\d", word):
+            fix, note = "give its sizes: model=llama_tiny model.hidden_size=4096 and others", ""
         return Problem(group, choice, f"{reason} ({note})" if note else reason, fix)
 
     def one_choice(self, group: str, choices: list[Any]) -> Problem:
@@ -174,13 +183,15 @@ class Advice:
         if fix or note:
             return fix, note
         last, group = key.rpartition(".")[2].replace("-", "_"), f"{key.partition('.')[0]}."
-        same = [name for name in self.known if name.rpartition(".")[2] == last]
-        if "." in key and (near := nearest(key, same)):  # the group is misspelt
-            same.insert(0, near)
         inside = [name for name in self.known if name.startswith(group)]
-        similar = nearest(key, [*self.known, *SHORT]), nearest(key, inside)
+        # of a section of this program's, its own keys and those of no section
+        names = [*self.known, *SHORT]
+        names = [n for n in names if "." not in n or n in inside] if inside else names
+        same = [name for name in names if name.rpartition(".")[2] == last]
+        if "." in key:  # the group is misspelt
+            same[:0] = similar(key, same)
         plural = [name for name in inside if name == f"{key}s"]
-        for near in plural or (*same, *filter(None, similar)):
+        for near in plural or (*same, *similar(key, names), *similar(key, inside)):
             words = in_full(f"{near}={value}")
             if not near.endswith(".name") and self.applied(words) == words:
                 return as_typed([f"{near}={value}"]), ""

@@ -260,7 +260,8 @@ class CheckedOverrides:
         options = self._repository.get_group_options(group)
         wrong = [self._advice().wrong_choice(group, c, options) for c in unknown]
         if override.is_choice_sweep():  # the fix keeps the other values
-            right = {str(p.value): p.fix.removeprefix(f"{group}=") for p in wrong}
+            first = {str(p.value): p.fix.partition(" or ")[0] for p in wrong}
+            right = {value: fix.removeprefix(f"{group}=") for value, fix in first.items()}
             values = [right.get(str(value), str(value)) for value in values_of(override)]
             fix = f"{group}={','.join(dict.fromkeys(values))}"
             wrong = [replace(p, fix=fix) if p.fix.startswith(f"{group}=") else p for p in wrong]

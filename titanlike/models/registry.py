@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titanlike.config.errors import ConfigError, Problem, nearest, override_text
-from titanlike.config.imports import import_object, of_a_library
+from titanlike.config.imports import import_fix, import_object, of_a_library
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
 from titanlike.data.registry import vocab_size
@@ -107,6 +107,8 @@ def _import_family(name: str) -> Callable[..., Any]:
     except ValueError as error:
         near = nearest(name, MODELS)
         fix = f"model.name={near}" if near else f"model.name={' or '.join(MODELS)}"
+        own = "name it as package.module.Class" if "." in name else fix
+        fix = import_fix("model.name", error, own)
         raise ConfigError([Problem("model.name", name, str(error), fix)]) from None
     if inspect.isclass(family):
         right, kind = issubclass(family, nn.Module), "class, but not of torch.nn.Module"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError, Problem, nearest, override_text
-from titanlike.config.imports import import_object, of_a_library
+from titanlike.config.imports import import_fix, import_object, of_a_library
 from titanlike.config.schema import Config, Custom, CustomOptimizer
 from titanlike.optim.fused import around_step, padded, take_back
 from titanlike.torch_private.dtensor import local
@@ -250,7 +250,7 @@ def import_callable(group: str, config: Custom) -> Any:
     try:
         imported = import_object(config.name)
     except ValueError as error:
-        fix = "" if "did you mean" in str(error) else "name it as package.module.attribute"
+        fix = import_fix(f"{group}.name", error, "name it as package.module.attribute")
         raise wrong(group, config, str(error), fix) from None
     if not callable(imported):
         raise wrong(group, config, "is no function and no class", "name a function or class")

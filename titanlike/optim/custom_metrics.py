@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.imports import import_object
+from titanlike.config.imports import import_fix, import_object
 from titanlike.config.schema import Config
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.transform import StepSums, Transform
@@ -55,6 +55,7 @@ def functions_of(config: Config) -> dict[str, Function]:
             functions[name] = import_object(path)
         except ValueError as error:
             fix = f"metrics.own={{{name}:package.module.function}}"
+            fix = import_fix(f"metrics.own.{name}", error, fix)
             raise ConfigError([Problem(f"metrics.own.{name}", path, str(error), fix)]) from None
     return functions
 

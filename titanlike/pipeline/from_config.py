@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from titanlike.config.errors import Problem, Refused, nearest
 from titanlike.config.files import open_regular
-from titanlike.config.imports import import_object, of_a_library
+from titanlike.config.imports import import_fix, import_object, of_a_library
 from titanlike.config.schema import (
     AutoSchedule,
     Config,
@@ -242,7 +242,8 @@ def _import_schedule(name: str) -> Callable[..., Any]:
     try:
         function = import_object(name)
     except ValueError as error:
-        raise Refused("schedule.name", name, str(error)) from error
+        fix = import_fix("schedule.name", error, "name it as package.module.function")
+        raise Refused("schedule.name", name, str(error), fix) from error
     if not callable(function):
         raise Refused("schedule.name", name, f"it is no function, but {function!r}")
     if kind := of_a_library(name, function, Order):
