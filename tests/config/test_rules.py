@@ -128,8 +128,6 @@ RULES = [
     ("data", "", "mixture", f"{RAMP} data.sources={{a:{{path:x,weight:1}}}}"),
     ("profile.steps", "[1,2] [300,300]", "[0,3] [3,2] [300,301] [1]", "profile=trace"),
     ("profile.ranks", "[0] []", "[0,1]", "profile=memory"),
-    ("evaluate.tasks", "[arc_easy]", "[]", "evaluate.every=100"),
-    ("evaluate.every", "0 200", "50", "evaluate.tasks=[arc_easy]"),
     ("timeline.steps", "[1,100]", "[1,101] [301,302]", "timeline.enabled=true"),
 ]
 

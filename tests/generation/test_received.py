@@ -275,7 +275,6 @@ def tree(folder: Path) -> dict[str, int]:
 
 def jobs_on(run: Path) -> Iterator[list[str]]:
     yield ["evaluate", str(run), "evaluate.batches=1"]
-    yield ["generate", str(run), "--layout", "--prompt", "def"]
 
 
 def looks_at(run: Path) -> Iterator[list[str]]:

@@ -25,12 +25,11 @@ TEXT = """
 WORDS = TEXT.split()
 MORE = {
     "export": ["checkpoint.export=hf", "checkpoint.timeout=14"],
-    "evaluation": ["evaluate.every=4", "evaluate.tasks=[none]"],
     "compile": ["compile=true"],
     "writing": ["checkpoint.timeout=14"],
     "background": ["checkpoint.mode=async", "checkpoint.timeout=14"],
 }
-ALONE = ("evaluation", "export")  # rank 0's work
+ALONE = ("export",)  # rank 0's work
 # places where nothing says how long they may take, or where the run goes on without what fails
 ENDLESS = {("start", "sleep"), ("background", "raise"), ("background", "scheduler")}
 PLACES = ("start", "connect", "build", "load", "step", "validation", "save", "writing")

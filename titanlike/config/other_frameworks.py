@@ -13,6 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+FORMER: dict[str, Any] = {  # keys that titanlike had, and their defaults
+    "evaluate.every": 0,
+    "evaluate.tasks": [],
+    "evaluate.task_files": [],
+    "evaluate.limit": None,
+    "evaluate.device": "cpu",
+    "evaluate.timeout": 3600.0,
+}
 _ON, _OFF = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", "null")
 
 
@@ -51,6 +59,18 @@ def other_names(key: str) -> list[str]:
     """Return other frameworks' names for a key, their models' included."""
     keys: str = _table().get(_normalized(key), {}).get("keys", "")
     return keys.split()
+
+
+def without_former_keys(config: dict[str, Any]) -> None:
+    """Remove from an older run's config the keys that titanlike had, where they have their
+    defaults."""
+    for name, default in FORMER.items():
+        *sections, key = name.split(".")
+        section: Any = config
+        for each in sections:
+            section = section.get(each) if isinstance(section, Mapping) else None
+        if isinstance(section, Mapping) and key in section and section[key] == default:
+            section.pop(key)  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -797,21 +797,10 @@ class Sample:
 
 @dataclass
 class Evaluate:
-    """The data that `titanlike evaluate` evaluates, and tasks of lm-evaluation-harness during
-    training."""
+    """The data that `titanlike evaluate` evaluates."""
 
     part: Literal["validation", "train", "all"] = key("validation", "part of the data")
     batches: Batches = key(0, "first batches of it; 0 = all")
-    every: int = key(
-        0,
-        "steps between evaluations of tasks on a checkpoint, by a separate process; 0 = never",
-        ge=0,
-    )
-    tasks: list[str] = key([], "tasks of lm-evaluation-harness: [hellaswag,arc_easy]")
-    task_files: list[str] = key([], "folders with your task files (YAML)")
-    limit: int | None = key(None, "maximum number of documents of each task; null = all", ge=1)
-    device: str = key("cpu", "device of the process that evaluates tasks: cpu, cuda:7")
-    timeout: float = key(3600.0, "timeout of an evaluation of tasks, in seconds", gt=0, le=1e6)
 
 
 @dataclass

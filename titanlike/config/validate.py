@@ -241,12 +241,6 @@ RULES = (
          "is no number of the run; there are {0[1]}", "value={0[0]}"),
     Rule("value", lambda c: c.value == "val_loss" and c.validation.every == 0,
          "nothing is validated with validation.every=0", "value=loss"),
-    Rule("evaluate.tasks", lambda c: c.evaluate.every and not c.evaluate.tasks,
-         "there is nothing to evaluate", "evaluate.tasks=[arc_easy]"),
-    Rule("evaluate.every", lambda c: c.evaluate.every and (
-         not c.checkpoint.every or c.evaluate.every % c.checkpoint.every) and str(c.checkpoint.every),
-         "tasks are evaluated of checkpoints: it is a multiple of checkpoint.every",
-         "evaluate.every={0}"),
     Rule("sample.prompts", lambda c: c.sample.every and not c.sample.prompts,
          "there is nothing to continue", "sample.prompts=[def,import]"),
     Rule("sample.every", lambda c: c.sample.every and isinstance(c.data, SyntheticData),

@@ -223,8 +223,12 @@ def _finished(args: argparse.Namespace) -> dict[str, Any] | None:
     config = _read_yaml(Path(args.config_path) / f"{args.config_name}.yaml")
     complete = all(isinstance(config.get(group), dict) for group in _GROUPS)
     defaults = config.get("defaults")
-    is_run = complete and isinstance(defaults, list) and "_self_" in defaults
-    return config if is_run else None
+    if not complete or not isinstance(defaults, list) or "_self_" not in defaults:
+        return None
+    from titanlike.config.other_frameworks import without_former_keys  # for no other command
+
+    without_former_keys(config)
+    return config
 
 
 def parse_override(text: str, loader: ConfigLoaderImpl | None = None) -> Override | None:
@@ -253,6 +257,10 @@ class ConfigFiles(ConfigRepository):
         result = super().load_config(config_path)
         if result is None:
             return result
+        if foreign and not name:
+            from titanlike.config.other_frameworks import without_former_keys
+
+            without_former_keys(result.config)
         if in_files:
             _complete(result, group, name)
         if group != "experiment":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,9 +57,6 @@ def problems(
         from titanlike.metrics.tensorboard_sink import tensorboard_problem
 
         wrong += filter(None, [tensorboard_problem()])
-    if config.evaluate.every and find_spec("lm_eval") is None:
-        reason = "lm-evaluation-harness is not installed: pip install 'titanlike[eval]'"
-        wrong.append(Problem("evaluate.every", config.evaluate.every, reason, "evaluate.every=0"))
     # mesh and stages can be derived if these keys are valid, or have a fix
     if all(problem.key not in _LAYOUT_KEYS or typed_words(problem.fix) for problem in wrong):
         # imports torch, so after the quick checks

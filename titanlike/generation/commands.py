@@ -1,5 +1,5 @@
 """`titanlike generate` and `titanlike evaluate`: text and metrics from a run, a checkpoint or a
-transformers folder, in this process or by a job in the run's own layout."""
+transformers folder, in this process; perplexity by a job in the run's own layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ _GENERATE = """\
 Text from a trained model. RUN is a run directory, of which the newest checkpoint is taken, a checkpoint,
 or a folder of transformers. KEY=VALUE: temperature (0 = greedy), top_p, top_k, seed."""
 
-JOBS = {"sample": "samples", "perplexity": "perplexity"}  # job -> its output folder in RUN
 _EVALUATE = """\
 Perplexity and bits a byte of a run's newest checkpoint, on its validation data or on others
 (KEY=VALUE are keys of the run: data.path=..., pp=2); or tasks of lm-evaluation-harness in one process, of
@@ -56,9 +55,6 @@ def generate_main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chat", action="store_true", help="ask for prompts, behind --prompt")
     text = "a whole forward for each token, to compare with"
     parser.add_argument("--no-cache", action="store_true", help=text)
-    text = "in the run's own layout, for a model that does not fit one process; "
-    text += "KEY=VALUE may then be any key of the run, such as pp=4"
-    parser.add_argument("--layout", action="store_true", help=text)
     return _run(parser, argv, _generate)
 
 
@@ -119,14 +115,6 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise ValueError("there is no prompt; write --prompt TEXT, or --chat")
     keys: dict[str, Any] = {field.name: field.default for field in fields(Sampling)}
     sample_keys = [key for key in keys if key != "seed"]
-    if arguments.layout:
-        if arguments.chat or arguments.no_cache:
-            raise ValueError("--layout: not with --chat or --no-cache; leave them out")
-        prompts = ",".join(map(quoted, arguments.prompt))
-        words = [f"sample.prompts=[{prompts}]", f"sample.tokens={arguments.tokens}"]
-        for word in arguments.settings:
-            words.append(f"sample.{word}" if word.partition("=")[0] in sample_keys else word)
-        return _job(arguments, "sample", words)
     sampling, problems = Sampling(), []
     for word in arguments.settings:
         if is_place(word):
@@ -135,7 +123,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         if key not in keys or not equals:
             near = nearest(key, keys)
             fix = f"write {near}={value or keys[near]}" if near else ""
-            problems.append(f"{word}: not one of {', '.join(keys)}, nor with --layout; {fix}")
+            problems.append(f"{word}: not one of {', '.join(keys)}; {fix}")
             continue
         try:
             sampling = replace(sampling, **{key: type(keys[key])(value)})
@@ -226,7 +214,7 @@ def _perplexity(arguments: argparse.Namespace) -> int:
     if is_other and is_run and not any(key.startswith("validation.data") for key in keys):
         part.append("validation.data=null")  # drop the run's own validation sets
     if is_run:
-        return _job(arguments, "perplexity", [*part, *arguments.settings])
+        return _in_layout(arguments, [*part, *arguments.settings])
     if arguments.ema:
         raise ValueError(f"--ema: {run} is a folder with one set of weights; write it without")
     folder, words = quoted(str(run.absolute())), ["model=hf", "checkpoint.resume=never", *part]
@@ -260,18 +248,15 @@ def _tasks(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# --- a run's own layout -------------------------------------------------------------------------
-
-
-def _job(arguments: argparse.Namespace, job: str, words: list[str]) -> int:
-    """Run a job (`titanlike sample`, `titanlike perplexity`) on a run with its config, as
-    `read_run` reads it; returns the exit code.
+def _in_layout(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Run `titanlike perplexity` on a run with its config, as `read_run` reads it; returns the exit
+    code.
 
     Raises ValueError if the config names files or code outside the run that the user has not
     allowed.
     """
     if arguments.ema:
-        fix = "leave out --layout, give --tasks, or read val_loss_ema in metrics.jsonl"
+        fix = "give --tasks, or read val_loss_ema in metrics.jsonl"
         raise ValueError(f"--ema: a job in the run's own layout loads its weights; {fix}")
     run = Path(arguments.run).expanduser()
     path = run / "config.yaml"
@@ -287,12 +272,12 @@ def _job(arguments: argparse.Namespace, job: str, words: list[str]) -> int:
             else {"checkpoint.folder": str(checkpoints.resolve())}
         )
     _consent(arguments).check(path, named)
-    folder = run / JOBS[job]
+    folder = run / "perplexity"
     paths = chain([folder], folder.rglob("*"))
     if link := next((path for path in paths if path.is_symlink()), None):
-        raise ValueError(f"{link}: is a link, and {job} would write where it leads; remove it")
+        raise ValueError(f"{link}: is a link, and perplexity would write where it leads; remove it")
     with tempfile.TemporaryDirectory(prefix="titanlike-") as written:
         write_config(replace(config, run_dir=written), Path(written))
         words = [f"run_dir={quoted(config.run_dir)}", *words]
-        command = [*python(), "-m", "titanlike", job, "--config-path", written, *words]
+        command = [*python(), "-m", "titanlike", "perplexity", "--config-path", written, *words]
         return subprocess.call(command, env=child_environment())

@@ -76,11 +76,6 @@ def _train(config: Config, worker: Worker, watchdog: Watchdog) -> dict[str, Any]
         if config.value is not None:
             value = objective_value(config.value, worker.run_dir)
     close_mesh()
-    if session.evaluation is not None and not stopped:
-        watchdog.enter_phase(step, "evaluation", config.launch.timeout)
-        # each evaluation has its own limit
-        session.evaluation.finish(session.checkpointer.committed, watchdog.start_action)
-        session.checkpointer.tidy()
     if worker.rank == 0 and not stopped and config.checkpoint.export == "hf":
         watchdog.enter_phase(step, "export", config.checkpoint.timeout)
         _export(session)
@@ -185,8 +180,6 @@ def train_steps(s: Session) -> None:
             # 6. checkpoint
             if s.stop_code or save:
                 stall = _save(s, record)
-                if s.evaluation is not None and step % config.evaluate.every == 0:
-                    s.evaluation.want(step)
                 s.stop_code = s.stop_code or _agreed_stop_code(s)
     if s.progress.step >= s.last:
         s.stop_code = 0
@@ -266,8 +259,6 @@ def _complete(s: Session, record: dict[str, Any]) -> None:
     s.run.phases.begin("metrics")
     if s.data.progress is not None:
         record |= s.data.progress(record["step"] + s.progress.left_out)
-    if s.evaluation is not None:
-        record |= s.evaluation.poll(s.checkpointer.committed)
     s.log(record)
     s.worker.notify("step", record)
     s.checkpointer.poll()

@@ -36,7 +36,6 @@ from titanlike.training.step import PendingStep
 if TYPE_CHECKING:  # each is imported where a config asks for it
     from titanlike.training.profile import Profile
     from titanlike.training.samples import Sampler
-    from titanlike.training.side_evaluation import SideEvaluation
     from titanlike.training.stragglers import Stragglers
     from titanlike.training.timeline import Timeline
 
@@ -63,7 +62,6 @@ class Session:
     profile: Profile | None
     timeline: Timeline | None
     sampler: Sampler | None  # with sample.every
-    evaluation: SideEvaluation | None  # on rank 0, with evaluate.every
     stragglers: Stragglers | None  # None for one rank
     progress: Progress  # after the last step whose metrics are known
     pending: PendingStep | None = None  # the step after `progress`, without metrics yet
@@ -178,12 +176,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
         def report_redone(steps: int, seconds: float) -> None:
             events.log("redone", checkpointer.newest, steps=steps, seconds=seconds)
 
-        profile, timeline, sampler, evaluation = None, None, None, None
-        if config.evaluate.every and worker.rank == 0:
-            from titanlike.training.side_evaluation import SideEvaluation
-
-            evaluation = SideEvaluation(config, worker.run_dir, events)
-            checkpointer.hold(evaluation.steps)
+        profile, timeline, sampler = None, None, None
         if isinstance(config.profile, MemoryProfile):
             from titanlike.training.profile import Profile
 
@@ -243,7 +236,6 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
                 profile,
                 timeline,
                 sampler,
-                evaluation,
                 stragglers,
                 progress,
                 last=config.last_step,
@@ -256,8 +248,6 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
             raise
         finally:
             checkpointer.close()
-            if evaluation is not None and status != "completed":
-                evaluation.close()
             for recorder in (profile, timeline):
                 if recorder is not None:
                     recorder.close(together)
