@@ -78,13 +78,9 @@ class Advice:
         found, word = similar(str(choice), options), override_text(choice)
         fix, note = self.translated(group, word)
         # adamw_8bit: more than the choice alone; fp8: float8, although mxfp8 is more alike
-        named = fix.startswith(f"{group}=") and word not in fix.partition(" ")[0]
+        known = fix.startswith(f"{group}=") and fix != self.translated(group, "?")[0]
         begins = any(name.lower().startswith(word.lower()) for name in found)
-        if (
-            not begins
-            and named
-            and any(fix.startswith(f"{group}={n} ") or " " not in fix for n in found)
-        ):
+        if known and word not in fix and found and not begins:
             return Problem(group, choice, f"{reason} ({note})" if note else reason, fix)
         a_name = group == "data" and any(name in word[1:] for name in found)  # wikitext
         if found and not a_name:
@@ -185,7 +181,7 @@ class Advice:
         last, group = key.rpartition(".")[2].replace("-", "_"), f"{key.partition('.')[0]}."
         inside = [name for name in self.known if name.startswith(group)]
         # of a section of this program's, its own keys and those of no section
-        names = [*self.known, *SHORT]
+        names = [*(name for name in self.known if not name.startswith("hydra.")), *SHORT]
         names = [n for n in names if "." not in n or n in inside] if inside else names
         same = [name for name in names if name.rpartition(".")[2] == last]
         if "." in key:  # the group is misspelt
