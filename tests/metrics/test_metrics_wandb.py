@@ -1,4 +1,4 @@
-"""W&B: offline without a key, kept for resumes, and never a reason for a run to fail or hang."""
+"""W&B: offline unless asked, kept for resumes, and never a reason for a run to fail or hang."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from titanlike.config.schema import Wandb
 from titanlike.metrics import wandb_sink
 from titanlike.metrics.wandb_sink import WandbSink
 
-folder, first, last, timeout, event = sys.argv[1:]
+folder, first, last, timeout, event, project = sys.argv[1:]
 sys.argv += ["steps=7", "logger.password=op3nsesame", "logger.k=sk-{"Z1" * 20}"]
 settings = Wandb(
-    project="proj", group="grp", timeout=float(timeout), entity="team", tags=["a", "b"], notes="why"
+    project=project or None, group="grp", timeout=float(timeout), entity="team", tags=["a", "b"], notes="why"
 )
 overrides = ["pp=2", "run_dir=x", "+data.password=sesame", "logger.mode=offline"] * (first == "1")
 say = lambda line: print(line, flush=True)
@@ -61,11 +61,26 @@ sink.close("completed")
 """
 
 
-def run(folder: Path, first: int, last: int, timeout: float = 10, event: str = "", **env: str):
+def run(
+    folder: Path,
+    first: int,
+    last: int,
+    timeout: float = 10,
+    event: str = "",
+    project: str | None = "proj",
+    **env: str,
+):
     """The output of a run, which ends well."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     clean |= {"HOME": str(folder), "PYTHONPATH": str(ROOT)} | env
-    words = [sys.executable, "-c", RUN, *map(str, (folder, first, last, timeout)), event]
+    words = [
+        sys.executable,
+        "-c",
+        RUN,
+        *map(str, (folder, first, last, timeout)),
+        event,
+        project or "",
+    ]
     log = folder / f"output{first}.txt"
     with log.open("w") as file:  # not a pipe, which W&B's service may keep open
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
@@ -82,12 +97,12 @@ def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_pa
     """Nor without a network: everything is in run_dir; a resumed run is the same W&B run."""
     output = run(tmp_path, 1, 4)
     assert len(output.splitlines()) == 1, "no chatter of wandb's"
-    assert f"where W&B offline: wandb sync {tmp_path}/wandb/offline-run-" in output
+    assert f"where W&B offline; upload with: wandb sync {tmp_path}/wandb/offline-run-" in output
     time.sleep(1)  # wandb names its folders by the second
-    output = run(tmp_path, 5, 6, 1, WANDB_API_KEY="0" * 40, **NO_NETWORK)
+    output = run(tmp_path, 5, 6, 1, WANDB_MODE="online", WANDB_API_KEY="0" * 40, **NO_NETWORK)
     assert output.count("continuing offline, online failed") == 1
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
-    line = f"where W&B offline: wandb sync {folders[0]} {folders[1]}\n"
+    line = f"where W&B offline; upload with: wandb sync {folders[0]} {folders[1]}\n"
     assert len(folders) == 2 and line in output, "both are to be uploaded, in their order"
     first, second = kept(tmp_path)
     assert first.config == second.config == CONFIG
@@ -133,10 +148,26 @@ def test_a_copied_run_is_a_new_wandb_run_and_a_moved_one_is_the_same(
     assert start("moved") == (first, "")
 
 
-def test_the_environment_may_choose_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    for word, mode in {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}.items():
-        monkeypatch.setenv("WANDB_MODE", word)
-        assert (_mode("auto"), _mode("online")) == (mode, "online")
+def test_a_key_alone_sends_nothing_and_the_environment_names_project_and_run(tmp_path):
+    env = {"WANDB_API_KEY": "0" * 40, "WANDB_PROJECT": "theirs", "WANDB_NAME": "mine"}
+    output = run(tmp_path, 1, 2, 1, project=None, WANDB_RUN_ID="7", **env, **NO_NETWORK)
+    unused, where = output.splitlines()
+    assert unused.startswith("W&B: WANDB_RUN_ID not used: ")
+    assert where.startswith("where W&B offline; upload with: wandb sync ")
+    (file,) = kept(tmp_path)
+    assert (file.project, file.name, file.group) == ("theirs", "mine", "grp")
+
+
+@pytest.mark.parametrize(
+    ("word", "mode"),
+    [("", "offline"), ("offline", "offline"), ("dryrun", "offline"), ("disabled", "disabled")]
+    + [("online", "online"), ("run", "online"), ("shared", "online"), ("on-line", "offline")],
+)
+def test_the_environment_may_choose_the_mode(
+    monkeypatch: pytest.MonkeyPatch, word: str, mode: str
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", word)
+    assert (_mode("auto"), _mode("online"), _mode("offline")) == (mode, "online", "offline")
 
 
 @pytest.mark.parametrize(

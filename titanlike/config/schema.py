@@ -377,18 +377,18 @@ class FitActivationCheckpoint(ActivationCheckpoint):
 
 @dataclass
 class Wandb:
-    """Weights & Biases: online where a key is found, else offline into run_dir/wandb."""
+    """Weights & Biases: offline into run_dir/wandb, online if asked for."""
 
     name: str = key("wandb", "choice")
-    project: str = key("titanlike", "project", keys.PROJECT)
+    project: str | None = key(None, "project; null = WANDB_PROJECT, else titanlike", keys.PROJECT)
     entity: str | None = key(None, "user or team; null = the key's default", keys.PROJECT)
     run_name: str | None = key(
-        None, "name of the run; null = its overrides, else its folder's name", keys.NAME
+        None, "name; null = WANDB_NAME, else the overrides, else the folder's name", keys.NAME
     )
     group: str | None = key(None, "group of the run", keys.NAME)
     tags: list[str] = key([], "tags of the run: [a,b]", keys.TAG, example=["a", "b"])
     notes: str | None = key(None, "description of the run")
-    mode: Literal["auto", "online", "offline"] = key("auto", "auto = online if a key is found")
+    mode: Literal["auto", "online", "offline"] = key("auto", "auto = WANDB_MODE, else offline")
     timeout: float = key(30.0, "seconds to wait for the server before going offline", gt=0, le=1e6)
 
 

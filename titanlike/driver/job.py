@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -201,10 +202,11 @@ class JobEnd:
 
 
 def with_run_name(config: Config, sweep: str, name: str) -> Config:
-    """Set W&B's group and run name for a sweep's job, unless the user did."""
+    """Set W&B's group and run name for a sweep's job, unless the user did (a name: in the config)."""
     if not isinstance(config.logger, Wandb):
         return config
-    group, run_name = config.logger.group or sweep, config.logger.run_name or name
+    group = config.logger.group or os.environ.get("WANDB_RUN_GROUP") or sweep
+    run_name = config.logger.run_name or name
     return replace(config, logger=replace(config.logger, group=group, run_name=run_name))
 
 

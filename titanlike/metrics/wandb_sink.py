@@ -2,8 +2,8 @@
 
 1. All calls of wandb are in one daemon thread, fed by a bounded queue. The run waits for it twice,
    each time with a timeout: while the W&B run opens, and while it finishes.
-2. Online if there is an API key; if the server cannot be reached within the timeout, offline, into
-   run_dir/wandb, for `wandb sync` later.
+2. Offline, into run_dir/wandb, for `wandb sync` later. Online if asked for by logger.mode=online or
+   WANDB_MODE; if the server cannot be reached within the timeout, offline, too.
 3. The W&B run's id and name are in run_dir/wandb: a resumed run continues the same W&B run; a copy
    of a run's directory gets a new one while the original still exists.
 4. After an exception or a timeout, one line is printed and wandb's service process (wandb-core) is
@@ -35,6 +35,7 @@ FINISH_GRACE = 5.0  # seconds beyond the user's timeout, in which wandb gives up
 LONGEST_NAME = 128  # characters
 # prefixes of overrides that are left out of the run's name
 _UNNAMED = "run_dir= logger sweep. hydra launch. log_every= value= checkpoint."
+_UNUSED = {"WANDB_RUN_ID", "WANDB_RESUME", "WANDB_DIR"}  # of the environment
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 255}  # 255 is W&B's code for Ctrl-C
 
 
@@ -150,16 +151,18 @@ class WandbSink(Sink):
             if mode == "disabled":
                 self.location = "W&B: disabled by WANDB_MODE"
                 return None
-            if mode != "offline":
+            if unused := sorted(_UNUSED & os.environ.keys()):
+                reason = "the run's id and files are those of run_dir/wandb"
+                self._notes.put(f"W&B: {', '.join(unused)} not used: {reason}")
+            if mode == "online":
                 try:
                     # without a key wandb.init would ask for one, and wait. login() looks for it in
                     # the environment and netrc, unless the settings say offline
                     wandb.setup(settings=wandb.Settings(silent=True, mode="online"))
                     if wandb.login(prompt=False, verify=False):
                         return self._init("online")
-                    if mode == "online":
-                        no_key = "no API key (`wandb login`, or WANDB_API_KEY)"
-                        self._notes.put(f"W&B: {no_key}; continuing offline")
+                    no_key = "no API key (`wandb login`, or WANDB_API_KEY)"
+                    self._notes.put(f"W&B: {no_key}; continuing offline")
                 except Exception as error:
                     self._notes.put(f"W&B: continuing offline, online failed: {_one_line(error)}")
                     # the service keeps the id of a run that failed: start another service
@@ -170,6 +173,8 @@ class WandbSink(Sink):
 
     def _init(self, mode: str) -> Any:
         settings, folder, argv = self._settings, self._run_dir / "wandb", sys.argv
+        project = settings.project or os.environ.get("WANDB_PROJECT") or "titanlike"
+        name = settings.run_name or os.environ.get("WANDB_NAME")
         own_id, note = run_id(self._run_dir)
         if note:
             self._notes.put(note)
@@ -177,10 +182,10 @@ class WandbSink(Sink):
         sys.argv = [*argv[:1], *map(redact_override, argv[1:])]
         try:
             run = self._wandb.init(
-                project=settings.project,
+                project=project,
                 entity=settings.entity,
                 id=own_id,
-                name=settings.run_name or _saved(folder / "run_name", self._name),
+                name=name or _saved(folder / "run_name", self._name),
                 group=settings.group,
                 tags=settings.tags or None,
                 notes=settings.notes,
@@ -199,7 +204,7 @@ class WandbSink(Sink):
         finally:
             sys.argv = argv
         self._folder = Path(run.dir).parent
-        offline = f"W&B offline: {_sync_command(self._folder)}"
+        offline = f"W&B offline; upload with: {_sync_command(self._folder)}"
         self.location = f"W&B: {run.url}" if mode == "online" else offline
         if mode == "online":
             files.atomic_write_text(folder / "run_url", f"{run.url}\n")  # for the report
@@ -236,12 +241,11 @@ def _sync_command(folder: Path) -> str:
 
 
 def _mode(mode: str) -> str:
-    """Resolve the mode to auto, online, offline or disabled; auto follows WANDB_MODE."""
+    """Resolve the mode to online, offline or disabled; auto follows WANDB_MODE."""
     if mode != "auto":
         return mode
-    words = {"dryrun": "offline", "run": "online", "shared": "online"}  # wandb's older names
-    word = os.environ.get("WANDB_MODE", "").lower() or "auto"
-    return words.get(word, word)
+    words = {"disabled": "disabled", "online": "online", "run": "online", "shared": "online"}
+    return words.get(os.environ.get("WANDB_MODE", "").lower(), "offline")
 
 
 def _saved(path: Path, text: str) -> str:

@@ -164,6 +164,8 @@ def closing(session: Session, start: int) -> None:
     console.line(f"{end}: {loss}{checkpoint}output in {run_dir}")
     if share := goodput_text(goodput(run_dir, time.time())):
         console.line(f"goodput: {share}")
+    for sink in session.sinks[1:]:
+        console.line(sink.location)
     console.line(f"{'resume' if stopped else 'continue'} with: {shlex.join(more)}")
 
 
