@@ -150,17 +150,6 @@ def test_every_epoch_has_every_sample_once_in_a_new_order(tmp_path: Path) -> Non
     assert len({*rows}) > 0.9 * len(rows), "packed anew in a later epoch"
 
 
-def test_validation_samples_are_never_trained_on(tmp_path: Path) -> None:
-    for kind in ("stateful", "jsonl"):
-        config = of_source(kind, tmp_path, validation=Validation(every=1, batches=2))
-        data = open_data(config)
-        held = {data.validation[i]["inputs"].numpy().tobytes() for i in range(32)}
-        assert len(held) == 32 == len(data.validation)
-        stream = batches(data.train, config, dp_rank=0)
-        trained = {row.numpy().tobytes() for _ in range(60) for row in next(stream)["inputs"]}
-        assert not held & trained, kind
-
-
 @pytest.mark.parametrize("dp, workers, samples", [(1, 0, 91), (2, 1, 91), (1, 0, 128), (1, 0, 16)])
 def test_a_run_ends_with_its_data(dp: int, workers: int, samples: int, tmp_path: Path) -> None:
     """Though one reader has fewer samples than the others; and has nothing left to do then."""

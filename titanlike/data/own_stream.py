@@ -72,6 +72,7 @@ class _Opener:
     checks: CheckedSource
     seed: int
     repeat: bool
+    by_place = True
 
     def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
         rows = OwnRows(self, reader, readers)
@@ -105,6 +106,11 @@ class OwnRows(BaseNode[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+
+    @property
+    def in_order(self) -> bool:
+        """Whether each epoch has the order of the first."""
+        return not hasattr(self._open, "set_epoch")
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
@@ -161,15 +167,17 @@ class OwnRows(BaseNode[Any]):
 class _Checked(BaseNode[Batch]):
     """Samples compared with the first one."""
 
-    def __init__(self, source: BaseNode[Any], checks: CheckedSource, whose: str) -> None:
+    def __init__(self, source: OwnRows, checks: CheckedSource, whose: str) -> None:
         super().__init__()
         self._source, self._checks, self._whose = source, checks, whose
+        self.in_order = False
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
         state = initial_state or {"count": 0, "source": None}
         self._count = state["count"]
         self._source.reset(state["source"])
+        self.in_order = self._source.in_order
 
     def next(self) -> Batch:
         item = next(self._source)

@@ -148,6 +148,7 @@ class _ReadsText:
     data: StreamData
     seq_len: int
     seed: int
+    by_place = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.data, self.seq_len, self.seed)  # each process opens a tokenizer
@@ -207,7 +208,8 @@ class _ReadsText:
         if (files := _token_files(data)) is not None:
             boundary = files.boundary if data.documents else None
             source = PackedSource(files.files, self.seq_len, files.vocab_size, boundary)
-            return wrap(Indexed(source, reader, readers, seed))
+            indexed = Indexed(source, reader, readers, seed)
+            return Repeated(wrap(indexed), data.repeat and whole, indexed)
         section = _dataset(data)
         if section is None:
             parts = parts_of(text.find_files(data.path), readers)

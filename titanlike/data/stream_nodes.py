@@ -16,7 +16,7 @@ Source of the interface: https://meta-pytorch.org/data/main/what_is_torchdata_no
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from titanlike.data.tokenizer import Tokenizer
 from titanlike.torch_private.loader_worker import read_as_part
 
 State = dict[str, Any]
+_EMPTY = 64
 _PIECE = 1 << 18  # bytes of a text file per call of the tokenizer
 _GROUP = 1 << 18  # characters of rows per call of the tokenizer
 
@@ -153,7 +154,9 @@ def _pieces(part: Part, offset: int, _: str) -> Iterator[tuple[Row, int]]:
         offset = file.seek(offset) if offset else _first_line(file, part)
         piece = b"\n" if offset < part.stop else b""
         while piece and (offset < part.stop or not piece.endswith(b"\n")):
-            piece = file.read(min(_PIECE, max(0, part.stop - offset))) + file.readline(_PIECE)
+            piece = file.read(min(_PIECE, max(0, part.stop - offset)))
+            if not piece.endswith(b"\n"):  # else the next line may begin at the next part
+                piece += file.readline(_PIECE)
             while not piece.endswith(b"\n") and (more := file.read(1)):
                 if more[0] & 0xC0 != 0x80:  # the first byte of the next character
                     file.seek(-1, os.SEEK_CUR)
@@ -210,9 +213,10 @@ class DatasetRows(BaseNode[Row]):
 
 class Repeated(BaseNode[Any]):
     """The endless epochs of a source, or only the first. `told`: object with `epoch` or
-    `set_epoch`, set when an epoch begins."""
+    `set_epoch`, set when an epoch begins. They end if nothing is left of the first epoch, or of
+    `_EMPTY` others in a row: all that a reader has in one may be held out."""
 
-    def __init__(self, source: BaseNode[Any], repeat: bool, told: Any) -> None:
+    def __init__(self, source: HeldOut, repeat: bool, told: Any) -> None:
         super().__init__()
         self._source, self._repeat, self._told = source, repeat, told
 
@@ -221,10 +225,11 @@ class Repeated(BaseNode[Any]):
             self._told.set_epoch(self.epoch)
         elif hasattr(self._told, "epoch"):
             self._told.epoch = self.epoch
+        self._source.epoch = self.epoch
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
-        state = initial_state or {"epoch": 0, "empty": True, "source": None}
+        state = initial_state or {"epoch": 0, "empty": 1, "source": None}
         self.epoch, self._empty = state["epoch"], state["empty"]
         self._tell()
         self._source.reset(state["source"])
@@ -234,13 +239,13 @@ class Repeated(BaseNode[Any]):
             try:
                 item = next(self._source)
             except StopIteration:
-                if not self._repeat or self._empty:
+                if not self._repeat or self._empty > (_EMPTY if self.epoch else 0):
                     raise
-                self.epoch, self._empty = self.epoch + 1, True
+                self.epoch, self._empty = self.epoch + 1, self._empty + 1
                 self._tell()
                 self._source.reset()
                 continue
-            self._empty = False
+            self._empty = 0
             return item
 
     def get_state(self) -> State:
@@ -249,7 +254,7 @@ class Repeated(BaseNode[Any]):
 
 
 def hash_of(item: Any) -> int:
-    """Hash a row, or a sample's tensors."""
+    """Hash a row, or a sample's tensors, to 63 bits."""
     hasher = xxhash.xxh3_64()
     if isinstance(item, Mapping):
         for name, value in sorted(item.items()):
@@ -257,32 +262,38 @@ def hash_of(item: Any) -> int:
             hasher.update(name.encode() + flat.view(torch.uint8).numpy().tobytes())
     else:
         hasher.update(item.text.encode())
-    return hasher.intdigest()
+    return hasher.intdigest() >> 1
 
 
 class HeldOut(BaseNode[Any]):
-    """A source without the items whose hashes are in `held`. With `notes`, all of its items, whose
-    hashes are added to `held`."""
+    """A source without the items held out for validation.
 
-    def __init__(self, source: BaseNode[Any], held: set[int], notes: bool = False) -> None:
+    leaves_out(item, epoch, place): whether an item is. place: how many came before it in its epoch;
+    None if the epoch may have another order than the first.
+    """
+
+    epoch = 0
+
+    def __init__(self, source: Any, leaves_out: Callable[[Any, int, int | None], bool]) -> None:
         super().__init__()
-        self._source, self._held, self._notes = source, held, notes
+        self._source, self._leaves_out = source, leaves_out
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
-        self._source.reset(initial_state)
+        state = initial_state or {"count": 0, "source": None}
+        self._count = state["count"]
+        self._source.reset(state["source"])
 
     def next(self) -> Any:
         while True:
             item = next(self._source)
-            if self._notes:
-                self._held.add(hash_of(item))
-            elif self._held and hash_of(item) in self._held:
-                continue
-            return item
+            self._count += 1
+            in_order = not self.epoch or getattr(self._source, "in_order", False)
+            if not self._leaves_out(item, self.epoch, self._count - 1 if in_order else None):
+                return item
 
     def get_state(self) -> State:
-        return self._source.state_dict()
+        return {"count": self._count, "source": self._source.state_dict()}
 
 
 class Packed(BaseNode[Tensor]):
@@ -396,7 +407,9 @@ class Mixed(BaseNode[Any]):
 
 
 class Indexed(BaseNode[Any]):
-    """A reader's share of a map-style source: endless, in a random order that differs by epoch."""
+    """A reader's share of an epoch of a map-style source, in a random order that differs by epoch."""
+
+    epoch = 0
 
     def __init__(self, source: Any, reader: int, readers: int, seed: int) -> None:
         super().__init__()
@@ -407,9 +420,11 @@ class Indexed(BaseNode[Any]):
         self._count = 0 if initial_state is None else initial_state["count"]
 
     def next(self) -> Any:
-        place = self._count * self._readers + self._reader
+        place, size = self._count * self._readers + self._reader, len(self._source)
+        if place >= size:
+            raise StopIteration
         self._count += 1
-        return self._source[shuffled_index(place, len(self._source), self._seed)]
+        return self._source[shuffled_index(self.epoch * size + place, size, self._seed)]
 
     def get_state(self) -> State:
         return {"count": self._count}

@@ -33,6 +33,7 @@ from titanlike.data.sources import ENDLESS, Batch, Stream, stack
 from titanlike.data.stream_nodes import HeldOut, hash_of
 
 _EVERY = 8  # steps
+_HELD = f"{READERS}held."  # prefix of what is held out of each reader in a checkpoint
 
 
 class Block(NamedTuple):
@@ -49,7 +50,8 @@ class Head(NamedTuple):
 
     first: int  # hash of the first sample
     held: list[Batch]  # samples for validation
-    hashes: set[int]  # of the texts or samples that `held` was made of
+    items: int  # texts or samples that the run holds out, before any other
+    hashes: set[int]  # of these
 
 
 def _as_it_is(item: Any) -> Any:
@@ -61,7 +63,8 @@ class StreamSource(Stream):
 
     open_reader(reader, readers, wrap, whole): returns a reader's node; `wrap` is applied to its
     source node; whole=False = one unshuffled epoch, whose first samples are held out for
-    validation. finish: converts an item to a sample.
+    validation; its by_place: whether these are the items of the source node. finish: converts an
+    item to a sample.
     """
 
     def __init__(
@@ -86,6 +89,9 @@ class StreamSource(Stream):
         self.ends: int | None = None  # the last step that has a batch, once known
         self._states: dict[int, dict[int, Tensor]] = {}  # step -> reader -> state after that step
         self._heads: dict[int, Head] = {}
+        self._run_holds: dict[int, tuple[int, set[int]]] = {}  # `Head` items, hashes of the run
+        self._held_anywhere: set[int] | None = None  # `Head.hashes` of all readers
+        self._firsts: dict[int, int] = {}  # reader -> `Head.first` of the checkpoint
 
     def __len__(self) -> int:
         return ENDLESS
@@ -171,6 +177,8 @@ class StreamSource(Stream):
         entries = {}
         for reader, state in states.items():
             entries[f"{READERS}{reader}"] = _padded(state, position or 0)
+            head = self.head(reader)
+            entries[f"{_HELD}{reader}"] = torch.tensor([head.items, *sorted(head.hashes)])
         return entries
 
     def wanted(
@@ -178,7 +186,8 @@ class StreamSource(Stream):
     ) -> dict[str, Tensor]:
         """Return empty tensors, to be filled from a checkpoint whose entries have these shapes.
         Raises DataError if its readers cannot be divided among the dp ranks."""
-        names = [name for name in shapes if name.startswith(READERS)]
+        held = [name for name in shapes if name.startswith(_HELD)]
+        names = [name for name in shapes if name.startswith(READERS) and name not in held]
         if not names:
             return {}
         if len(names) != self.readers:
@@ -190,55 +199,91 @@ class StreamSource(Stream):
                 raise DataError("data.readers", self.readers, reason, f"data.readers={len(names)}")
             self.readers = len(names)
         own_names = [f"{READERS}{reader}" for reader in self.own(config, dp_rank)]
-        return {name: torch.zeros(*shapes[name], dtype=torch.uint8) for name in own_names}
+        entries = {name: torch.zeros(*shapes[name], dtype=torch.uint8) for name in own_names}
+        return entries | {name: torch.zeros(*shapes[name], dtype=torch.int64) for name in held}
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
-        """Load the readers' states from checkpoint entries. Raises DataError if a reader's first
-        sample changed."""
-        by_step: dict[int, dict[int, Tensor]] = {}
+        """Load the readers' states from checkpoint entries, and what the run holds out. Raises
+        DataError if a reader's first sample changed."""
+        self._heads, self._held_anywhere = {}, None
         for name, entry in entries.items():
+            if name.startswith(_HELD):
+                items, *hashes = entry.tolist()
+                self._run_holds[int(name.removeprefix(_HELD))] = items, set(hashes)
+                continue
             step, state = _unpadded(entry)
-            by_step.setdefault(step, {})[int(name.removeprefix(READERS))] = state
-        for step, states in by_step.items():
+            reader = int(name.removeprefix(READERS))
+            self._states.setdefault(step, {})[reader] = state
             if not data_changed(self.config.data):
-                for reader, state in states.items():
-                    self._compare(reader, loaded(state)["first"])
-            self._states[step] = states
-
-    def _compare(self, reader: int, first: int) -> None:
-        if self.head(reader).first != first:
-            reason = f"the first sample of reader {reader} is not what it was when the checkpoint "
-            reason += "was saved, so samples would be left out or trained on again"
-            fix = "data.changed=true to continue on these data, or another run_dir"
-            raise DataError("data", "", reason, fix)
+                self._firsts[reader] = loaded(state)["first"]
+        for reader in self._firsts:
+            self.head(reader)
 
     def head(self, reader: int) -> Head:
         """Read a reader's first samples, once: those of the first `held_batches` global batches are
-        held out for validation. Raises DataError if there are fewer."""
-        if reader in self._heads:
-            return self._heads[reader]
-        each, hashes = self.config.batch_size // self.readers, set[int]()
-        wrap = partial(HeldOut, held=hashes, notes=True)
-        raw = self.open_reader(reader, self.readers, wrap, False)
+        held out for validation. Raises DataError if there are fewer, or if the run was trained on
+        them before it was resumed."""
+        if reader not in self._heads:
+            self._heads[reader] = self._read_head(reader)
+        return self._heads[reader]
+
+    def _read_head(self, reader: int) -> Head:
+        each, hashes, samples = self.config.batch_size // self.readers, list[int](), list[Batch]()
+
+        def note(item: Any, epoch: int, place: int | None) -> bool:
+            hashes.append(hash_of(item))
+            return False
+
+        raw = self.open_reader(reader, self.readers, partial(HeldOut, leaves_out=note), False)
         raw.reset()
-        samples = list[Batch]()
         size = self.held_batches * each
+        items, known = self._run_holds.get(reader, (0, set[int]()))
+        resumed = reader in self._run_holds and not data_changed(self.config.data)
+        held = 0  # samples of which the run holds out everything
         while len(samples) < max(1, size):
             row = reader * each + len(samples) % each
             raw.row = len(samples) // each, row, self.config.batch_size
             if (item := next(raw, None)) is None:
                 break
             samples.append(self.finish(item))
+            held += held == len(samples) - 1 and known.issuperset(hashes)
         if not samples:
             raise self.too_short(reader)
+        first = hash_of(samples[0])
+        if self._firsts.get(reader, first) != first:
+            reason = f"the first sample of reader {reader} is not what it was when the checkpoint "
+            reason += "was saved, so samples would be left out or trained on again"
+            fix = "data.changed=true to continue on these data, or another run_dir"
+            raise DataError("data", "", reason, fix)
         if len(samples) < size:
             reason = f"the first {self.held_batches} batches are held out for validation, and "
             reason += f"reader {reader} of {self.readers} has {len(samples)} samples"
             fix = "validation.batches=1, or more data"
             raise DataError("validation.batches", self.held_batches, reason, fix)
-        held = samples[:size]
-        self._heads[reader] = Head(hash_of(samples[0]) >> 1, held, hashes if held else set())
-        return self._heads[reader]
+        if resumed and held < size:
+            reason = (
+                f"the run holds out {held // each} batches since its beginning and has trained "
+            )
+            reason += "on others"
+            fix = f"validation.batches={held // each}" if held >= each else "validation.every=0"
+            fix += ", or a set of its own: validation.data={path: FILE}"
+            raise DataError("validation.batches", self.held_batches, reason, fix)
+        if size and not resumed:
+            items, known = len(hashes), known.union(hashes)
+        return Head(first, samples[:size], items, known)
+
+    def leaves_out(self, reader: int, item: Any, epoch: int, place: int | None) -> bool:
+        """Return whether a reader's item is held out: in its first epoch what its own head has, later
+        what that of any reader has, since what a reader reads may be another's in each epoch."""
+        head = self.head(reader)
+        if self.open_reader.by_place and place is not None and place < head.items:
+            return True
+        if epoch and self._held_anywhere is None:
+            readers = range(self.readers) if self.held_batches or self._run_holds else ()
+            heads = (self._heads.get(r) or self._read_head(r) for r in readers)
+            self._held_anywhere = {each for one in heads for each in one.hashes}
+        held = (self._held_anywhere or ()) if epoch else head.hashes
+        return bool(held) and hash_of(item) in held
 
     def too_short(self, reader: int) -> DataError:
         reason = f"reader {reader} of {self.readers} finds no sample"
@@ -325,7 +370,7 @@ class ReaderGroup(IterableDataset[Block]):
 
     def _opened(self, reader: int) -> Any:
         source = self._source
-        wrap = partial(HeldOut, held=source.head(reader).hashes)
+        wrap = partial(HeldOut, leaves_out=partial(source.leaves_out, reader))
         node = source.open_reader(reader, source.readers, wrap, True)
         state = self._states.get(reader)
         node.reset(None if state is None else loaded(state)["state"])

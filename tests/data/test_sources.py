@@ -1,0 +1,102 @@
+"""What every kind of source promises: its order, that a sample comes once an epoch, what is held
+out, what is counted. `docs/data.md` has the table of source by promise, with the tests."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.cells import cells
+from support.sources import KINDS, OWN, STREAMS, by_step, documents_in, of_source
+from titanlike.config.schema import Config, Validation
+from titanlike.data.loader import batches
+from titanlike.data.registry import DataError, open_data
+from titanlike.data.sources import IGNORE
+
+# whose samples are what is held out, and not the documents within them
+_BY_SAMPLE = [*OWN, "token_files", "mixture", "data=tokens", "map_style", "lengths_differ"]
+
+
+def kinds(*default: str, of: list[str] = KINDS) -> list[Any]:
+    return cells({k: k for k in default}, {k: k for k in of if k not in default})
+
+
+def parts_of(kind: str, inputs: torch.Tensor, targets: torch.Tensor) -> set[Any]:
+    """The documents of a sample, or the sample."""
+    if kind not in _BY_SAMPLE:
+        return set(documents_in(inputs))
+    return {inputs[targets != IGNORE].numpy().tobytes()}
+
+
+def held_out(kind: str, config: Config) -> set[Any]:
+    source = open_data(config).validation
+    samples = (source[i] for i in range(min(len(source), config.batch_size)))
+    return set().union(*(parts_of(kind, s["inputs"], s["targets"]) for s in samples))
+
+
+def trained_on(kind: str, config: Config, steps: int) -> set[Any]:
+    found = set[Any]()
+    for rank in range(config.dp):
+        for batch in islice(batches(open_data(config).train, config, dp_rank=rank), steps):
+            for row in zip(batch["inputs"], batch["targets"], strict=True):
+                found |= parts_of(kind, *row)
+    return found
+
+
+@pytest.mark.parametrize("kind", kinds("jsonl", "reshuffled"))
+def test_what_is_held_out_is_never_trained_on(kind: str, tmp_path: Path) -> None:
+    """Though later epochs divide a stream's documents among its readers anew."""
+    config = of_source(kind, tmp_path)
+    held = held_out(kind, config)
+    assert held
+    trained = trained_on(kind, config, 180)  # three epochs of a stream
+    assert len(trained) > 150 and not held & trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "reshuffled", "token_files"])
+def test_no_layout_or_resume_trains_on_what_is_held_out(kind: str, tmp_path: Path) -> None:
+    one, two = (of_source(kind, tmp_path, dp=dp, workers=w) for dp, w in ((1, 0), (2, 1)))
+    expected, _ = by_step(one, [], 0, 90)
+    _, saved = by_step(one, [], 0, 20)
+    assert by_step(two, saved, 20, 70)[0] == expected[20:]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "stateful"])
+def test_a_resume_validates_on_what_the_run_holds_out(kind: str, tmp_path: Path) -> None:
+    def of(every: int, count: int, **changes: Any) -> Config:
+        return of_source(
+            kind, tmp_path, validation=Validation(every=every, batches=count), **changes
+        )
+
+    def resumed(config: Config, saved: Any) -> Any:
+        return by_step(config, saved, 3, 1)
+
+    expected, _ = by_step(of(1, 2), [], 0, 4)
+    _, saved = by_step(of(1, 2), [], 0, 3)
+    for fewer in (of(1, 2), of(1, 1), of(0, 2)):  # others are still held out
+        assert resumed(fewer, saved)[0] == expected[3:]
+    more = r"holds out \d batches since its beginning .* write validation"
+    for config in (of(1, 20), of(1, 2, batch_size=128)):
+        with pytest.raises(DataError, match=more):
+            resumed(config, saved)
+    _, saved = by_step(of(0, 2), [], 0, 3)
+    with pytest.raises(DataError, match="holds out 0 batches.* write validation.every=0, or"):
+        resumed(of(1, 1), saved)
+
+
+@pytest.mark.parametrize("kind", kinds("text", "token_files", of=STREAMS))
+def test_an_epoch_has_every_document_once(kind: str, tmp_path: Path) -> None:
+    """In another order than the epoch before, except for streams that cannot shuffle."""
+    no_buffer = {} if kind in OWN else {"shuffle_buffer": 0, "repeat": False}
+    config = of_source(kind, tmp_path, validation=Validation(every=0), data=no_buffer)
+    stream = batches(open_data(config).train, config, dp_rank=0)
+    rows = [row for batch in islice(stream, 25 if kind in OWN else None) for row in batch["inputs"]]
+    assert len({row.numpy().tobytes() for row in rows}) == len(rows)
+    if kind not in (*OWN, "mixture"):
+        seen = set().union(*map(documents_in, rows))
+        assert len(seen) > 250, "until the first reader has no more"
