@@ -230,12 +230,6 @@ def test_proposed_meshes_are_ordered_by_similarity(
     assert problem.fix.startswith("pp=1 dp=2 replicate=2, or ")
     (problem,) = problems(Config(dp=4, replicate=4, batch_size=12), world_size=6)
     assert problem.fix.startswith("pp=1 dp=6 replicate=2, or ")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    (problem,) = problems(Config(dp=2), world_size=1)
-    assert problem.fix.endswith(
-        "or with launch.elastic=true, so that dp follows the number of ranks"
-    )
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     (problem,) = problems(Config(pp=2, dp=2, tp=2), world_size=4)
     assert problem.reason == "pp x dp x tp = 2 x 2 x 2 = 8 processes, but 4 were started"
     assert problem.fix.startswith("pp=2 dp=1, or pp=1 dp=2, or pp=2 dp=2 tp=1; or start with ")

@@ -183,7 +183,6 @@ _OF_SGD = {"*mlp*": ParameterGroup(optimizer="sgd")}
     [
         (AdamW(), 8, 8, 8),
         (Muon(), 4, 4, 8),
-        (Muon(state_dtype="bf16"), 4, 4, 4),
         (AdamW(groups=_OF_SGD), 0, 8, 8),
         (Muon(groups=_OF_SGD), 0, 4, 8),
         (Sgd(momentum=0.9, groups={"*mlp*": ParameterGroup(optimizer="adamw")}), 8, 4, 4),
@@ -209,7 +208,6 @@ def test_optimizer_state_bytes_follow_each_parameters_optimizer(
     "changes, each",
     [
         ({}, 16),
-        ({"optimizer": AdamW(state_dtype="bf16")}, 12),
         ({"optimizer": Sgd()}, 8),
         ({"optimizer": Sgd(momentum=0.9)}, 12),
         ({"precision": Precision("bf16")}, 18),

@@ -56,19 +56,6 @@ def llm_c(path: Path, magic: int = 20240520, version: int = 1, dtype: str = "<u2
     return path
 
 
-def datatrove(path: Path, dtype: str = "<u2") -> Path:
-    np.array(IDS, dtype).tofile(path)
-    np.array(STARTS[1:], "<u8").tofile(f"{path}.index")
-    Path(f"{path}.metadata").write_text(f"gpt2|{np.dtype(dtype).itemsize}\n{len(IDS)}\n0.5 KT")
-    return path
-
-
-def packed_dataset(path: Path) -> Path:
-    header = b"LITPKDS" + struct.pack("<QBQ", 1, 8, len(IDS))
-    path.write_bytes(header + np.array(IDS, "<u2").tobytes())
-    return path
-
-
 def raw(path: Path, dtype: str = "<u2", ids: Any = IDS) -> Path:
     np.array(ids, dtype).tofile(path)
     return path
@@ -93,9 +80,6 @@ FILES: dict[str, Callable[[Path], Path]] = {
     "fairseq": lambda folder: megatron(folder, old=True),
     "llm.c": lambda folder: llm_c(folder / "a.bin"),
     "llm.c of Llama": lambda folder: llm_c(folder / "a.bin", 20240801, 7, "<u4"),
-    "datatrove": lambda folder: datatrove(folder / "00000_shuffled.ds"),
-    "datatrove of 4 bytes": lambda folder: datatrove(folder / "a.ds", "<u4"),
-    "lit-gpt": lambda folder: packed_dataset(folder / "a.bin"),
     "numpy under another name": lambda folder: numpy_in(folder / "a.bin"),
     "raw": lambda folder: raw(folder / "a.bin"),
 }  # fmt: skip
@@ -116,7 +100,7 @@ def test_headers_of_other_tools_token_files_are_skipped(form: str, tmp_path: Pat
         assert len(read(path, format="raw", vocab_size=2**16)) > 0, "told so, it is read as it is"
 
 
-@pytest.mark.parametrize("form", [*FILES][:4] + ["datatrove"])
+@pytest.mark.parametrize("form", [*FILES][:4])
 def test_documents_begin_where_the_index_says(form: str, tmp_path: Path) -> None:
     """Attention stays within each, and no token is learned from the document before it."""
     data = open_data(config(FILES[form](tmp_path), documents=True))
@@ -187,7 +171,7 @@ REFUSED: list[tuple[Callable[[Path], Path], str, str]] = [
     (lambda f: cut(llm_c(f / "a.bin")), "bytes, and by its header", "Give the complete file"),
     (lambda f: llm_c(f / "a.bin", version=2), "llm.c of version 2, and 1 is read", ""),
     (lambda f: llm_c(f / "a.bin", 20240522), "questions of llm.c", ""),
-    (lambda f: cut(datatrove(f / "a.ds")), "a.ds.index 591 ids", "Give the complete file"),
+    (lambda f: written(f / "a.bin", b"LITPKDS" + bytes(40)), "lit-gpt's packed", "tail -c .25"),
     (lambda f: raw(f / "part-0.npy", "<u4", np.array(IDS) + 70_000), "OLMo", "data.format=raw data.dtype=uint32"),
     (lambda f: raw(f / "part-0.npy"), "OLMo", "data.format=raw data.dtype=uint16"),
     (lambda f: raw(f / "a.bin", "<u4", np.array(IDS) + 70_000), "the halves of uint32", "data.dtype=uint32"),

@@ -44,7 +44,7 @@ CONFIG: list[tuple[dict[str, Any], str | None]] = [
     ({"hydra": {"callbacks": {"a": {"_target_": "theirs.Callback"}}}}, None),
     ({"hydra": {"run": {"dir": "OUT/w"}, "job": {"env_set": {"PYTHONPATH": "OUT"}}}}, None),
     ({"evaluate": {"tasks": ["a"], "task_files": ["OUT"], "every": 1}}, None),
-    ({"launch": {"max_restarts": 5, "elastic": True}, "compile": True}, None),
+    ({"launch": {"max_restarts": 5}, "compile": True}, None),
     ({"checkpoint": {"resume": "URL", "start_from": "URL"}}, None),
     ({"checkpoint": {"start_from": "hf:OUT/hf", "export": "hf", "keep": 1}}, None),
     ({"profile": {"name": "trace", "steps": [1, 2], "ranks": []}, "sample": {"every": 1}}, None),

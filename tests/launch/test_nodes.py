@@ -1,4 +1,4 @@
-"""Machines leave and join under torchrun: the run resumes, with launch.elastic in another mesh."""
+"""Machines leave and join under torchrun: the run resumes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch.distributed as dist
 
-from support.cells import slow
 from support.commands import TINY
 from support.launched import Launched
 from support.paths import ROOT
 from support.records import numbers
-from support.run_files import config_of, last_step
+from support.run_files import config_of
 from support.waiting import until
 from support.world import run_world
-from titanlike.config.schema import Config, Custom, Launch, Schedule, SyntheticData
-from titanlike.driver.checks import available_ranks
-from titanlike.driver.elastic import fit_mesh
 from titanlike.launch.environment import RestartState
 from titanlike.training.loop import train
 
@@ -137,99 +132,6 @@ def test_the_machine_of_rank_0_is_lost_and_rejoins(tmp_path: Path) -> None:
     run_world(train, config_of(run_dir), tmp_path / "uninterrupted")
     assert [number for number, *_ in numbers(run_dir)] == list(range(1, 41))
     assert numbers(run_dir) == numbers(tmp_path / "uninterrupted"), "to the last bit"
-
-
-@pytest.mark.slow
-def test_an_elastic_run_resumes_with_fewer_machines_and_again_with_more(tmp_path: Path) -> None:
-    """torchrun alone is killed; its rank outlives it until the end of the step, and all save."""
-    run_dir, alone = tmp_path / "run", tmp_path / "alone"
-    words = [*SHORT, "dp=2", "steps=100000", "checkpoint.every=0", "checkpoint.keep=0"]
-    words += ["launch.elastic=true", f"run_dir={run_dir}"]
-    with nodes("1:2", words, tmp_path) as all_nodes:
-        machines = [all_nodes.start(), all_nodes.start()]
-        until(lambda: last_step(run_dir) > 5)
-        stays, goes = sorted(machines, key=lambda machine: worker(machine, 0) is None)
-        goes.process.kill()
-        until(lambda: len(events(run_dir, "resume")) == 1 and last_step(run_dir) > 40)
-        back = all_nodes.start()
-        until(lambda: len(events(run_dir, "resume")) == 2)
-        grown = events(run_dir, "resume")[1]["step"]
-        until(lambda: last_step(run_dir) > grown + 10)
-        for machine in (stays, back):
-            machine.process.terminate()
-        ends(stays, back)
-        assert goes.all_exit()
-    fewer, more = events(run_dir, "layout")
-    assert (fewer["ranks"], fewer["dp"], fewer["before"]) == (1, 1, 2)
-    assert (more["ranks"], more["dp"], more["before"]) == (2, 2, 1)
-    resumes = events(run_dir, "resume")
-    assert [event["world_size"] for event in resumes] == [1, 2]
-    stops = [event["step"] for event in events(run_dir, "stop")]
-    assert [event["step"] for event in resumes] == stops[:2], "no step is lost"
-    elastic = losses(run_dir)
-    assert list(elastic) == list(range(1, stops[2] + 1))
-    declared = config_of(run_dir)
-    first = replace(declared, max_tokens=40 * 8 * 16)
-    settings = replace(declared.checkpoint, resume=resumes[1]["path"])
-    then = replace(declared, max_tokens=(grown + 10) * 8 * 16, checkpoint=settings)
-    for config, name in ((first, "first"), (then, "then")):
-        run_world(train, config, alone / name)
-        for number, loss in losses(alone / name).items():
-            assert elastic[number] == pytest.approx(loss, rel=1e-4)
-
-
-def config(tmp_path: Path, **keys) -> Config:
-    model = Custom(
-        "llama",
-        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": None},
-    )
-    base = {"model": model, "data": SyntheticData(vocab_size=64), "launch": Launch(elastic=True)}
-    base |= {"seq_len": 16, "batch_size": 24, "run_dir": str(tmp_path)}
-    return Config(**{**base, **keys})
-
-
-def test_dp_follows_the_ranks(tmp_path: Path) -> None:
-    for declared, ranks, dp, replicate in (
-        ({"pp": 2, "dp": 4}, 4, 2, 1),
-        ({"pp": 2, "dp": 2}, 6, 3, 1),
-        ({"dp": 4, "replicate": 4}, 2, 2, 2),
-        ({"dp": 4, "replicate": 2}, 2, 2, 2),
-        ({"dp": 4, "tp": 2}, 4, 2, 1),
-    ):
-        fitted, problems = fit_mesh(config(tmp_path, **declared), ranks)
-        assert (fitted.dp, fitted.replicate, problems) == (dp, replicate, [])
-        assert (fitted.pp, fitted.tp) == (declared.get("pp", 1), declared.get("tp", 1))
-        assert fitted.batch_size == 24
-
-
-@pytest.mark.parametrize(
-    "declared, ranks, key, possible",
-    [
-        ({"pp": 2, "dp": 4}, 5, "pp", "2, 4, 6, 8"),
-        *slow(({"dp": 6, "replicate": 2}, 3, "replicate", "2, 4, 6")),
-        *slow(({"dp": 8}, 5, "batch_size", "2, 3, 4, 6")),
-        ({"dp": 2, "schedule": Schedule(microbatches=12)}, 4, "schedule.microbatches", "1, 2"),
-    ],
-)
-def test_the_error_for_a_number_of_ranks_names_the_possible_ones(
-    declared, ranks, key, possible, tmp_path: Path
-) -> None:
-    before = config(tmp_path, **declared)
-    after, (problem,) = fit_mesh(before, ranks)
-    assert after == before and problem.key == key
-    assert f"{ranks} ranks are available" in problem.reason
-    assert problem.reason.endswith(f"possible numbers of ranks: {possible}")
-
-
-def test_the_mesh_is_fixed_without_launch_elastic_or_torchrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rigid, elastic = config(tmp_path, dp=4, launch=Launch()), config(tmp_path, dp=4)
-    assert fit_mesh(rigid, 2) == (rigid, [])
-    assert available_ranks(elastic, None, RestartState()) is None, "python train.py starts its own"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert available_ranks(rigid, None, RestartState()) is None, "so does torchrun train.py"
-    assert available_ranks(elastic, None, RestartState()) == 1
 
 
 def test_a_rejoining_node_adopts_the_state_with_the_most_restarts(tmp_path: Path) -> None:

@@ -306,20 +306,6 @@ def test_a_config_is_that_of_the_command_line(tmp_path: Path) -> None:
     assert chosen == named == words and chosen.lr.name == "constant"
 
 
-def test_a_parameter_without_gradients_is_warned_of_once(tmp_path: Path) -> None:
-    """By its whole gradient: of shards, the other ranks' count too."""
-    model = Model("support.unreached.Net", {"block": "Dead"})
-    config = replace(ONE, pp=2, dp=2, schedule=Schedule("1f1b", 2), model=model, steps=7)
-    config = replace(config, warn_zero_gradients=3, run_dir=str(tmp_path / "run"))
-    Path(config.run_dir).mkdir()
-    run_world(train_each, config, tmp_path / "world", [config])
-    events = [e for e in read_jsonl(tmp_path / "run" / "events.jsonl") if e["event"] != "saved"]
-    (event,) = [event for event in events if event["event"] == "zero_gradients"]
-    dead = [f"blocks.{at}.layer.{name}" for at in range(4) for name in ("weight", "bias")]
-    assert event["step"] == 3 and sorted(event["parameters"]) == sorted(dead)
-    assert "blocks.0.layer.weight (Linear)" in event["text"]
-
-
 def moved(config: Config, worker: Worker, path: str) -> tuple[int, list[float], list[float]]:
     """Steps from a checkpoint of another layout, and from its weights alone."""
     if worker.world_size > 1:

@@ -55,7 +55,6 @@ class Extending(torch.optim.SGD):
     "choice",
     [
         AdamW(),
-        AdamW(state_dtype="bf16"),
         Sgd(),
         Muon(),
         CustomOptimizer(f"{__name__}.Extending", lr=0.01),

@@ -27,8 +27,8 @@ MUON = Muon()
 OTHER = Muon(adjust_lr="original", nesterov=False, ns_steps=3, momentum=0.8, adamw_lr=1e-3)
 
 
-PACKED = tiny(dp=2, tp=2, family="gpt2", layers=2, tied=True, optimizer=Muon(state_dtype="bf16"))
-UNEVEN = tiny(dp=3, batch_size=12, layers=2, optimizer=Muon(state_dtype="bf16"))
+PACKED = tiny(dp=2, tp=2, family="gpt2", layers=2, tied=True, optimizer=Muon())
+UNEVEN = tiny(dp=3, batch_size=12, layers=2, optimizer=Muon())
 HSDP = tiny(dp=4, replicate=2, layers=2, optimizer=OTHER)
 REPEATED = tiny(tp=4, tied=True, layers=2, optimizer=OTHER)
 

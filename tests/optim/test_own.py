@@ -243,3 +243,11 @@ def test_vectors_are_not_decayed() -> None:
         choice = CustomOptimizer("torch.optim.AdamW", args, lr=0.1)
         groups = custom_optimizer(choice, [matrix], [vector]).param_groups
         assert [group["weight_decay"] for group in groups] == decays
+
+
+@pytest.mark.slow
+def test_torchaos_optimizer_is_ones_own_as_the_docs_say(tmp_path: Path) -> None:
+    """Its state takes a byte a mean, and its lr is a tensor."""
+    words = *TINY, "steps=2", "optimizer.name=torchao.optim.AdamW8bit"
+    done = command(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -73,7 +73,6 @@ MOMENTUM = Sgd(lr=0.1, momentum=0.9, weight_decay=0.1)
 OWN = CustomOptimizer("torch.optim.NAdam", {}, lr=0.01)
 OPTIMIZERS = {
     "AdamW": AdamW(),
-    "state in bf16": AdamW(state_dtype="bf16"),
     "momentum": MOMENTUM,
     "Muon": Muon(),
     "the user's own": OWN,
@@ -91,9 +90,7 @@ LAYOUTS = {"AdamW, shards": spoiled(dp=2)}
 MORE_LAYOUTS = {
     "AdamW, CPU offload": spoiled(dp=2, fsdp=Fsdp(cpu_offload=True)),
     "momentum, a pipeline": spoiled(2, optimizer=MOMENTUM),
-    "Muon beside state in bf16, a pipeline of shards": spoiled(
-        2, 2, optimizer=Muon(state_dtype="bf16")
-    ),
+    "Muon beside state in bf16, a pipeline of shards": spoiled(2, 2, optimizer=Muon()),
     "the user's own, shards": spoiled(dp=2, optimizer=OWN),
 }
 

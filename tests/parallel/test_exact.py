@@ -370,7 +370,6 @@ def test_settings_that_are_not_exact_are_refused() -> None:
         "cp": {"cp": 2},
         "compile": {"compile": True},
         "precision": {"precision": Float8Precision()},
-        "optimizer.state_dtype": {"optimizer": AdamW(state_dtype="bf16")},
         "mixes_samples": {"mixes_samples": True},
         "batch_size": {"seq_len": 2**21},
         "numerics.grain": {"numerics": Numerics("exact", grain=5)},

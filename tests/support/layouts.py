@@ -96,7 +96,6 @@ RECOMPUTE = {
 }
 OPTIMIZER = {
     "adamw": AdamW,
-    "adamw bf16": lambda: AdamW(state_dtype="bf16"),
     "sgd": lambda: Sgd(lr=10.0, momentum=0.9, clip=0.01),
     "muon": Muon,
 }

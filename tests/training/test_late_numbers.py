@@ -45,9 +45,7 @@ MORE_LAYOUTS = {
         pp=2, dp=2, schedule="zbvzerobubble", optimizer=Sgd(lr=0.1, momentum=0.9)
     ),
     "ZeRO 1, Muon": tiny(dp=2, fsdp=Fsdp(1), optimizer=Muon()),
-    "bf16, state in bf16": tiny(
-        pp=2, precision=Precision("bf16"), optimizer=AdamW(state_dtype="bf16")
-    ),
+    "bf16, state in bf16": tiny(pp=2, precision=Precision("bf16"), optimizer=AdamW()),
     "parameters that a step does not reach": tiny(
         dp=2, schedule=Schedule("gpipe", 1), model=UNREACHED, batch_size=8
     ),

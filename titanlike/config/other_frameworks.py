@@ -20,6 +20,9 @@ FORMER: dict[str, Any] = {  # keys that titanlike had, and their defaults
     "evaluate.limit": None,
     "evaluate.device": "cpu",
     "evaluate.timeout": 3600.0,
+    "launch.elastic": False,
+    "warn_zero_gradients": 20,
+    "optimizer.state_dtype": "fp32",
 }
 _ON, _OFF = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", "null")
 

@@ -497,7 +497,7 @@ class TokenData(Corpus):
     name: str = key("tokens", "choice")
     path: Paths = required(
         "folder from titanlike tokenize; token file (.npy, raw little-endian .bin, Megatron's, "
-        "llm.c's, datatrove's), folder of these, or list"
+        "llm.c's), folder of these, or list"
     )
     format: Literal["auto", "raw"] = key("auto", "auto = by the file's content; raw = ids of dtype")
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = key(
@@ -920,7 +920,6 @@ class Launch:
     max_restarts: int = key(
         0, "restarts of failed workers, from the newest checkpoint", ge=0, le=1_000_000
     )
-    elastic: bool = key(False, "dp adapts to the number of torchrun's ranks: --nnodes 1:2")
     ranks_per_device: int = key(
         1, "ranks that share a GPU, to check a layout (slow)", ge=1, le=1024
     )
@@ -1029,11 +1028,6 @@ class Config:
     spike_zscore: float = key(6.0, "standard deviations above the mean that count as a spike", gt=0)
     spike_window: int = key(
         100, "recent steps in that mean; detection needs half of them", ge=2, le=1_000_000
-    )
-    warn_zero_gradients: int = key(
-        20,
-        "warn of a parameter whose gradients were zero for this many consecutive steps; 0 = never",
-        ge=0,
     )
     run_dir: str = key(
         "outputs/run",

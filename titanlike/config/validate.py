@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from titanlike.config.errors import Problem, nearest, override_text, typed_words
-from titanlike.config.keys import BOUNDS, MAX_RANKS, MAX_VOCAB
+from titanlike.config.keys import BOUNDS, MAX_VOCAB
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import (
     MESH_AXES,
@@ -324,9 +323,6 @@ EXACT_RULES = tuple(rule._replace(broken=partial(_if_exact, rule.broken)) for ru
          "precision=bf16 or numerics=fast"),
     Rule("mixes_samples", lambda c: c.mixes_samples,
          _EXACT + "layouts of such a model differ", "mixes_samples=false or numerics=fast"),
-    Rule("optimizer.state_dtype", lambda c: getattr(c.optimizer, "state_dtype", "fp32") != "fp32",
-         _EXACT + "rounding draws random numbers for a rank's part",
-         "optimizer.state_dtype=fp32 or numerics=fast"),
 ))
 # fmt: on
 
@@ -381,9 +377,12 @@ def not_recorded(
 def _no_rank(config: Config) -> tuple[int, int, str] | None:
     """Return (a rank of profile.ranks that does not exist, the largest rank, the valid ones)."""
     profile: Any = config.profile
-    ranks = MAX_RANKS if config.launch.elastic else config.world_size
-    if wrong := [rank for rank in profile.ranks if not 0 <= rank < ranks]:
-        return wrong[0], ranks - 1, override_text(sorted({*profile.ranks} - {*wrong}) or [0])
+    if wrong := [rank for rank in profile.ranks if not 0 <= rank < config.world_size]:
+        return (
+            wrong[0],
+            config.world_size - 1,
+            override_text(sorted({*profile.ranks} - {*wrong}) or [0]),
+        )
     return None
 
 
@@ -403,8 +402,6 @@ def _not_started(config: Config, world_size: int | None) -> Iterator[Problem]:
     reason = f"{product} = {config.world_size} processes, but {world_size} were started"
     meshes = ", or ".join(_meshes(config, world_size))
     count = f"start with --nproc-per-node {config.world_size} (times nodes)"
-    if "TORCHELASTIC_RUN_ID" in os.environ and world_size % config.model_ranks == 0:
-        count += "; or with launch.elastic=true, so that dp follows the number of ranks"
     yield Problem("dp", config.dp, reason, f"{meshes}; or {count}" if meshes else count)
 
 

@@ -161,7 +161,7 @@ def text_of(row: Mapping[str, Any], text_key: str) -> str | None:
 
 
 def _write_ids(folder: Path, data: HFData, size: int) -> None:
-    """Write the rows' ids in datatrove's format, with an index of where each row ends."""
+    """Write the rows' ids, with an index of where each row ends."""
     assert data.ids_key is not None
     key, end = data.ids_key, 0
     dtype = "<u2" if size <= 1 << 16 else "<u4"

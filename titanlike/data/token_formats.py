@@ -26,7 +26,7 @@ from titanlike.data.kinds import DataError
 from titanlike.data.token_files import NPY, TokenFile, open_tokens
 
 HEAD = 1024  # bytes read to recognize a file
-SUFFIXES = (".bin", ".npy", ".ds")  # token files within a folder
+SUFFIXES = (".bin", ".npy")  # token files within a folder
 _COMPLETE = "Give the complete file"
 _ARRAY = "Save the ids as an array: numpy.save('tokens.npy', ids), and write data.path=tokens.npy"
 _HF = "data=hf {path} data.ids_key=input_ids for rows of ids, or data=text {path} for text"
@@ -35,6 +35,7 @@ _HF = "data=hf {path} data.ids_key=input_ids for rows of ids, or data=text {path
 MAGIC = (
     (0, b"MMIDIDX\0\0", "the index of a Megatron file NAME.bin", "data=tokens {stem}"),
     (0, b"TNTIDX\0\0", "an index of fairseq's older format", "Tokenize the text again"),
+    (0, b"LITPKDS", "lit-gpt's packed ids", "Remove its header: tail -c +25 {file} > ids.bin"),
     (0, b"PAR1", "a Parquet file", _HF),
     (0, b"ARROW1\0\0", "an Arrow file", _HF),
     (0, b"\xff\xff\xff\xff", "an Arrow stream", _HF),
@@ -82,7 +83,7 @@ def read_file(path: Path, data: TokenData) -> TokenFile:
     if data.format == "raw":
         return _whole(path, data.dtype)
     head = _head(path)
-    for reader in (_megatron, _llm_c, _packed_dataset, _datatrove):
+    for reader in (_megatron, _llm_c, _rows):
         if (file := reader(path, head)) is not None:
             return file
     if head[:6] == b"\x93NUMPY":
@@ -197,21 +198,9 @@ def _llm_c(path: Path, head: bytes) -> TokenFile | None:
     return TokenFile(path, known[1], 0, count, HEAD, form="llm.c's, by its header")
 
 
-def _packed_dataset(path: Path, head: bytes) -> TokenFile | None:
-    """PackedDataset of lit-llama, lit-gpt and TinyLlama: 24 bytes of header."""
-    if head[:7] != b"LITPKDS" or len(head) < 24:
-        return None
-    version, code, count = struct.unpack_from("<QBQ", head, 7)
-    if version != 1 or (dtype := _CODES.get(code)) is None:
-        reason = f"has version {version} and type {code}, which are not those of token ids"
-        raise DataError("data.path", path, reason, "Tokenize the text again")
-    _check_size(path, 24 + count * np.dtype(dtype).itemsize, "its header")
-    return TokenFile(path, dtype, 0, count, 24, form="lit-gpt's, by its header")
-
-
-def _datatrove(path: Path, head: bytes) -> TokenFile | None:
-    """NAME.ds of datatrove and nanotron: raw ids; NAME.ds.index says where documents end."""
-    index, masks = Path(f"{path}.index"), Path(f"{path}.loss")
+def _rows(path: Path, head: bytes) -> TokenFile | None:
+    """Rows of ids that data=hf wrote: raw ids, and an index of uint64, where each row ends."""
+    index = Path(f"{path}.index")
     if path.suffix != ".ds" or not index.is_file():
         return None
     ends = _Borders.of(index).marks
@@ -220,11 +209,7 @@ def _datatrove(path: Path, head: bytes) -> TokenFile | None:
     if dtype is None or count * np.dtype(dtype).itemsize != size:
         reason = f"has {size:,} bytes, and {index.name} {count:,} ids"
         raise DataError("data.path", path, reason, _COMPLETE)
-    if masks.exists():
-        reason = f"has masks of losses in {masks.name}, which are not read"
-        fix = f"To learn all ids, move it away: mv {shlex.quote(str(masks))} /tmp"
-        raise DataError("data.path", path, reason, fix)
-    return TokenFile(path, dtype, 0, count, 0, index, "datatrove's, by its .index")
+    return TokenFile(path, dtype, 0, count, 0, index)
 
 
 def _whole(path: Path, dtype: str) -> TokenFile:
@@ -264,7 +249,7 @@ def _looks_like_uint32(path: Path) -> bool:
 @dataclass(frozen=True)
 class _Borders:
     """An index, mapped: mark m is of the document that begins at id places[m] // itemsize (Megatron:
-    of sequences), or at id m (datatrove). Its arrays are not aligned: numpy's searches copy them."""
+    of sequences), or at id m (of rows). Its arrays are not aligned: numpy's searches copy them."""
 
     marks: Sequence[int] | np.ndarray
     places: np.ndarray

@@ -237,6 +237,5 @@ def available_ranks(config: Config, started: int | None, restart_state: RestartS
     launches the others itself, unless an earlier launch had several.
     """
     if started is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        had_several = restart_state.get(RANKS) not in (None, "1")
-        return 1 if config.launch.elastic or had_several else None
+        return 1 if restart_state.get(RANKS) not in (None, "1") else None
     return started

@@ -215,22 +215,17 @@ def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> 
         config, _ = resumed_config(config)
     started = int(os.environ.get("WORLD_SIZE", "1"))  # with --check, ranks to be launched
     ranks = checks.available_ranks(config, started if started > 1 else None, runner.restart_state)
-    unfit: list[Problem] = []
-    if ranks is not None:
-        from titanlike.driver.elastic import fit_mesh
-
-        config, unfit = fit_mesh(config, ranks)
     start_workers = partial(runner.start_workers, config)
     assert checked.composed is not None
     hydra = checked.composed.hydra
     # these change what workers inherit from this process
     may_start = not (hydra.job.env_set or hydra.job.chdir or hydra.callbacks)
-    if runner.checked and not known and not unfit:
+    if runner.checked and not known:
         if may_start:
             start_workers()
         return []
     when_valid = start_workers if may_start and not (known or args.check) else None
-    found = unfit or config_problems(config, ranks, known, when_valid)
+    found = config_problems(config, ranks, known, when_valid)
     return known + [checked.with_fix(problem) for problem in found]
 
 

@@ -167,28 +167,21 @@ class JobRunner:
             config, _ = resumed_config(config)
         started = self.ranks.world_size if self.ranks else None
         ranks = checks.available_ranks(config, started, self.restart_state)
-        fitted, mesh_problems = config, list[Problem]()
-        if ranks is not None:
-            from titanlike.driver.elastic import fit_mesh
-
-            fitted, mesh_problems = fit_mesh(config, ranks)
-        problems = known + mesh_problems
-        if not (single or self.checked or mesh_problems):  # a single run is checked already
-            problems += config_problems(fitted, ranks, problems)
+        problems = [*known]
+        if not (single or self.checked):  # a single run is checked already
+            problems += config_problems(config, ranks, problems)
         if problems:
             raise ConfigError(problems)
-        if fitted.schedule.name == "auto":
+        if config.schedule.name == "auto":
             from titanlike.planning.auto_schedule import ORDER, with_found_order
 
             note = f"kept in {run_dir / ORDER}"
-            fitted = with_found_order(fitted, lambda line: print(f"{line}; {note}", flush=True))
+            config = with_found_order(config, lambda line: print(f"{line}; {note}", flush=True))
         if self.folder or not (run_dir / "config.yaml").exists():
-            write_config(fitted, run_dir)  # a resumed run writes it after loading (session.py)
+            write_config(config, run_dir)  # a resumed run writes it after loading (session.py)
         if ranks is not None:
-            from titanlike.driver.elastic import report_layout
-
-            report_layout(fitted, config, ranks, self.restart_state)
-        return fitted
+            self.restart_state.set(checks.RANKS, str(ranks))
+        return config
 
 
 @dataclass(frozen=True)

@@ -182,26 +182,10 @@ class OptimizerContext:
     # the ranks that share matrices; None = those of FSDP's mesh
     group: dist.ProcessGroup | None = None
     dtype: torch.dtype = torch.float32  # of activations
-    seeds: Mapping[nn.Parameter, int] = field(default_factory=dict)  # for stochastic rounding
     exact: bool = False  # see `on_whole_registers`
 
 
-class EachParameter(SkippingOptimizer):
-    """An optimizer that updates one parameter at a time."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class Elementwise(EachParameter):
+class Elementwise(SkippingOptimizer):
     """A built-in elementwise optimizer, whose arithmetic is the `update` method of its config
     class. `update` receives plain tensors: this rank's shard of a parameter, its gradient and its
     state."""
@@ -211,6 +195,14 @@ class Elementwise(EachParameter):
     ) -> None:
         super().__init__(groups, {"lr": config.lr})
         self._config, self._exact = config, context.exact
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         assert parameter.grad is not None

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from titanlike.config.imports import import_object
 from titanlike.config.optimizer import Optimizer, ParameterGroup
 from titanlike.config.schema import Config, ConstantLr, Custom, CustomOptimizer, DecayLr, WsdLr
-from titanlike.distributed.initialize import piece_seed
 from titanlike.distributed.placement import Placement, experts_of
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.graph.units import find_units
@@ -82,7 +81,6 @@ def _by_kind(
         parts={parameters[n]: placement.part for n, placement in placed if n in parameters},
         group=group,
         dtype=compute_dtype(config.precision),  # bf16 only if gradients are bf16 as well
-        seeds={p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in parameters.items()},
         exact=config.exact,
     )
     kinds = {kind: choice.of_kind(kind) for kind in groups}
@@ -252,4 +250,8 @@ def set_lr(optimizers: Iterable[torch.optim.Optimizer], config: Config, step: in
     factor = _factor(config, step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group.get("initial_lr", config.optimizer.lr) * factor
+            lr = group.get("initial_lr", config.optimizer.lr) * factor
+            if isinstance(group["lr"], Tensor):  # torchao's optimizers take no other
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr

@@ -8,16 +8,13 @@ A spike is a loss or a gradient norm more than `spike_zscore` standard deviation
 the last `spike_window` good steps. The deviation is at least a share of the mean, so that small
 noise after a very smooth stretch is no spike. Bad steps do not enter the window, but
 `MOST_IN_A_ROW` spikes in a row are the new level: the window restarts with them.
-
-`ZeroGradients` warns of parameters whose gradients are all zero for many steps: the loss does not
-depend on them, or a ReLU before them is dead.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,15 +25,10 @@ from torch import Tensor
 
 from titanlike.config.schema import Config
 from titanlike.data.sources import no_targets
-from titanlike.distributed.placement import StageState
-from titanlike.training.train_plan import TrainPlan
 
 JUDGED = ("loss", "grad_norm")  # numbers of a record
 MOST_IN_A_ROW = 10  # bad steps; spikes are then the new level, and skipping NaN does not help
 LEAST_DEVIATION = 0.01  # as a share of the mean
-_LARGEST_GRADIENTS = "largest_gradients"  # among a step's metrics
-_ELSEWHERE = -1.0  # instead of the norm of a parameter on a different rank
-_MOST_NAMED = 4  # parameters that a warning of zero gradients names
 LARGEST = float(torch.finfo(torch.float32).max)  # that is finite
 
 
@@ -184,58 +176,3 @@ def is_bad(loss: Tensor, norm: Tensor, limits: tuple[float, float]) -> Tensor:
     """
     good = (loss >= -LARGEST) & (loss <= limits[0]) & (norm <= limits[1])
     return 1 - good.float()
-
-
-class ZeroGradients:
-    """Keeps the largest norm of each gradient, and checks them once in so many steps. Costs one
-    operation a step on the device; the norms go with the step's all-reduce of metrics."""
-
-    def __init__(
-        self, steps: int, plan: TrainPlan, states: Sequence[StageState], device: torch.device
-    ) -> None:
-        """steps: consecutive steps without a gradient before a warning; states: those of this rank."""
-        self._steps, self._count = steps, 0
-        self._model = plan.model_graph.model
-        self._names = [*dict.fromkeys(name for stage in plan.stage_parameters for name in stage)]
-        positions = {name: place for place, name in enumerate(self._names)}
-        owned = [
-            (name, p) for state in states for name, p in state.parameters() if state.owns(name)
-        ]
-        self._places = torch.tensor([positions[name] for name, _ in owned], dtype=torch.int64).to(
-            device
-        )
-        self._largest = torch.zeros(len(owned), device=device)
-        # reported at launch, or frozen
-        self._left_out = {*plan.unused, *(name for name, p in owned if not p.requires_grad)}
-
-    def measured(self, norms: Tensor) -> dict[str, Tensor]:
-        """The metric to send in this step, or {}; called by all ranks in the same steps. norms: of
-        this rank's shard of each gradient, fp32, in the order of `Run.owned`."""
-        norms = norms.to(self._largest.device)  # with fsdp.cpu_offload they are on the CPU
-        torch.maximum(self._largest, norms, out=self._largest)
-        self._count += 1
-        if self._count < self._steps:
-            return {}
-        sent = torch.full((len(self._names),), _ELSEWHERE, device=norms.device)
-        sent[self._places] = self._largest
-        self._largest, self._count = torch.zeros_like(self._largest), 0
-        return {_LARGEST_GRADIENTS: sent}
-
-    def found(self, numbers: Mapping[str, Any]) -> list[str]:
-        """The parameters to warn of, each once. numbers: a step's metrics, the max over all ranks."""
-        pairs = zip(self._names, numbers.get(_LARGEST_GRADIENTS, []), strict=False)
-        new = [name for name, norm in pairs if norm == 0 and name not in self._left_out]
-        self._left_out.update(new)
-        return new
-
-    def text(self, names: Sequence[str]) -> str:
-        """The warning for these parameters."""
-        shown = []
-        for name in names[:_MOST_NAMED]:
-            module = name.rpartition(".")[0]
-            shown.append(f"{name} ({type(self._model.get_submodule(module)).__name__})")
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        return (
-            f"WARNING: in the last {self._steps} steps all gradients were zero of "
-            f"{', '.join(shown)}{more}: nothing trains them (warn_zero_gradients)"
-        )

@@ -32,7 +32,6 @@ from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizers, moment_bytes
 from titanlike.pipeline.pipeline import Pipeline
-from titanlike.training.anomalies import ZeroGradients
 from titanlike.training.train_plan import TrainPlan, make_plan, memory_for_training
 from titanlike.training.transforms import stage_transforms
 
@@ -120,8 +119,6 @@ class Run:
     pipeline: Pipeline
     transforms: dict[str, Transform]  # those applied to model and stages, see `transforms.py`
     async_scalars: AsyncScalars  # copies metrics off the device asynchronously
-    # finds parameters that do not learn; None = not looked for
-    zero_gradients: ZeroGradients | None
     weights_source: str  # where initial weights come from, for the opening table
     own: CustomMetrics | None = None  # by `metrics.own`
     phases: StepPhases = field(default_factory=StepPhases)  # for profile and timeline
@@ -251,9 +248,6 @@ def build_planned(
             functions_of(config), mesh, loss, transforms.get("tp"), pipeline.sums
         )
         loss.watch = custom.watch
-    zeros = None
-    if config.warn_zero_gradients:
-        zeros = ZeroGradients(config.warn_zero_gradients, plan, [*states.values()], mesh.device)
     run = Run(
         mesh,
         plan,
@@ -262,7 +256,6 @@ def build_planned(
         pipeline,
         transforms,
         async_scalars=AsyncScalars(mesh),
-        zero_gradients=zeros,
         weights_source=built_stages.weights_source,
         own=custom,
     )

@@ -226,7 +226,7 @@ def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
     assert s.pending is not None
     pending, s.pending = s.pending, None
     finished = finish_step(s.run, s.config, pending, s.detector)
-    record, waited, anomaly, stop_code, graphs, zero_gradients, ends = finished
+    record, waited, anomaly, stop_code, graphs, ends = finished
     if ends and pending.step + 1 < s.last:
         s.last = pending.step + 1
         s.events.log("data_end", s.last, f"the data end with step {s.last}")
@@ -236,10 +236,6 @@ def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
     if graphs:
         text = f"step {pending.step} compiled {graphs} more graph{'s' * (graphs > 1)} on a rank"
         s.events.log("compile", pending.step, text, graphs=graphs)
-    if zero_gradients:
-        assert s.run.zero_gradients is not None
-        text = s.run.zero_gradients.text(zero_gradients)
-        s.events.log("zero_gradients", pending.step, text, parameters=zero_gradients)
     if anomaly is not None:
         s.events.log(anomaly.kind, pending.step, anomaly.text, action=anomaly.action)
         if anomaly.action == "stop":

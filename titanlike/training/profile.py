@@ -55,9 +55,8 @@ class Profile:
         chosen = sorted({*settings.ranks}) or [
             run.mesh.stage_ranks(pp)[0] for pp in range(run.mesh.pp)
         ]
-        # an elastic run may have fewer ranks than the config named
-        self._ranks = [rank for rank in chosen if rank < config.world_size]
-        self._records, self._device = self._rank in self._ranks, run.mesh.device
+        self._ranks = chosen
+        self._records, self._device = self._rank in chosen, run.mesh.device
         self._trace = isinstance(settings, TraceProfile)
         self._snapshots = not self._trace and has_memory_history(self._device)
         self._profiler: profile | None = None  # on ranks that record a trace, once started

@@ -80,7 +80,6 @@ class StepResult(NamedTuple):
     anomaly: Anomaly | None  # None = loss and gradients are good
     stop_code: int  # a stop request's, the same on every rank; 0 = none
     graphs: int  # compiled in this step, on the rank with the most
-    zero_gradients: list[str]  # parameters to warn of
     ends: bool  # a rank's data end with the next step
 
 
@@ -144,8 +143,6 @@ def update(
     peak = peak_memory(run.mesh.device)
     numbers = {"loss": loss, "grad_norm": norm, "bad": bad, "count": gradients.count}
     numbers |= gradients.measured
-    if run.zero_gradients is not None:
-        numbers |= run.zero_gradients.measured(gradients.norms)
     for transform in run.transforms.values():
         numbers |= transform.measured()
     host: dict[str, float | list[float]] = {"stop_code": stop_code, "graphs": graphs}
@@ -175,9 +172,8 @@ def finish_step(
     if anomaly is not None:
         record["lr"] = 0.0
     stop_code, graphs = int(numbers["stop_code"]), int(numbers["graphs"])
-    zeros = run.zero_gradients.found(numbers) if run.zero_gradients is not None else []
     waited, ends = numbers.get("waited", []), bool(numbers["ends"])
-    return StepResult(record, waited, anomaly, stop_code, graphs, zeros, ends)
+    return StepResult(record, waited, anomaly, stop_code, graphs, ends)
 
 
 def step_record(

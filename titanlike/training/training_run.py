@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import html
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -112,9 +111,6 @@ class TrainingRun:
             if anomaly.action == "stop":
                 raise BadNumbers(anomaly.text)
             record["skipped"] = anomaly.kind
-        if (zeros := result.zero_gradients) and self._worker.rank == 0:
-            assert self._run.zero_gradients is not None
-            warnings.warn(self._run.zero_gradients.text(zeros), stacklevel=2)
         guard = self._detector.state()
         self._progress = replace(self._progress, step=number, value=record["loss"], guard=guard)
         self._worker.notify("step", record)

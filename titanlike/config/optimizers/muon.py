@@ -7,7 +7,7 @@ from typing import Literal
 
 from titanlike.config.keys import key
 from titanlike.config.optimizer import Optimizer
-from titanlike.config.optimizers.adamw import STATE_DTYPE, AdamW
+from titanlike.config.optimizers.adamw import AdamW
 
 
 @dataclass
@@ -29,7 +29,6 @@ class Muon(Optimizer):
         [0.9, 0.95], "AdamW's decay of the two running means", ge=0, lt=1, items=2
     )
     eps: float = key(1e-8, "AdamW's, added to the denominator", gt=0)
-    state_dtype: Literal["fp32", "bf16"] = key("fp32", f"AdamW's {STATE_DTYPE}")
     adamw: list[str] = key(
         [], "matrices of blocks that AdamW updates, too, by name patterns: ['*.router.weight']"
     )
@@ -50,5 +49,5 @@ class Muon(Optimizer):
         if other is not self and self.adamw_lr is not None:
             other.lr = self.adamw_lr
         if isinstance(other, AdamW):
-            other.betas, other.eps, other.state_dtype = self.betas, self.eps, self.state_dtype
+            other.betas, other.eps = self.betas, self.eps
         return other
