@@ -3,6 +3,7 @@ out, what is counted. `docs/data.md` has the table of source by promise, with th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 import torch
 
 from support.cells import cells
+from support.models import tiny
 from support.sources import KINDS, OWN, STREAMS, by_step, documents_in, of_source
-from titanlike.config.schema import Config, Validation
-from titanlike.data.loader import batches
+from titanlike.config.errors import ConfigError
+from titanlike.config.schema import Config, DecayLr, Validation
+from titanlike.data.loader import batches, validation_weights
 from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import IGNORE
+from titanlike.optim.optimizer import learning_rate
+from titanlike.training.train_plan import make_plan
 
 # whose samples are what is held out, and not the documents within them
 _BY_SAMPLE = [*OWN, "token_files", "mixture", "data=tokens", "map_style", "lengths_differ"]
@@ -100,3 +105,32 @@ def test_an_epoch_has_every_document_once(kind: str, tmp_path: Path) -> None:
     if kind not in (*OWN, "mixture"):
         seen = set().union(*map(documents_in, rows))
         assert len(seen) > 250, "until the first reader has no more"
+
+
+@pytest.mark.parametrize("kind, units", [("short_samples", ""), ("lengths_differ", "samples")])
+def test_a_run_counts_the_tokens_that_samples_have(kind: str, units: str, tmp_path: Path) -> None:
+    """Or refuses to count: a sample of 8 tokens is not one of seq_len=16."""
+    config = of_source(kind, tmp_path)
+    data = open_data(config)
+    if units:
+        assert make_plan(config, data).unit == units
+        config = replace(config, max_tokens=1000)
+    fix = "max_tokens=1000: .* write max_tokens=null" if units else "seq_len=16: .* write seq_len=8"
+    with pytest.raises(ConfigError, match=fix):
+        make_plan(config, data)
+
+
+def test_all_of_a_mixtures_validation_is_each_sample_once(tmp_path: Path) -> None:
+    config = of_source("data=mixture", tmp_path, validation=Validation(batches=0))
+    validation = open_data(config).validation
+    samples = [validation[i]["inputs"].numpy().tobytes() for i in range(len(validation))]
+    assert len(set(samples)) == len(samples) > 4 * config.batch_size
+    assert sum(validation_weights(validation, config, 0)) * config.batch_size == len(samples)
+
+
+def test_the_learning_rate_ends_with_max_tokens() -> None:
+    config = tiny(
+        steps=300, max_tokens=40 * 16 * 16, lr=DecayLr(name="cosine", warmup=4, final=0.1)
+    )
+    assert learning_rate(config, 40) == pytest.approx(0.1 * config.optimizer.lr)
+    assert learning_rate(config, 20) > 0.5 * config.optimizer.lr

@@ -157,6 +157,10 @@ def map_style(seq_len: int, samples: int = SAMPLES) -> Any:
     return Numbered(seq_len, samples, 0, 1)
 
 
+def short_samples(seq_len: int) -> Data:
+    return Data(*(Numbered(seq_len // 2, 40, 0, 1) for _ in range(2)), 64, "half of seq_len")
+
+
 def lengths_differ(seq_len: int, samples: int = SAMPLES) -> Data:
     train, validation = (Shortened(seq_len, count, 0, 1) for count in (samples, 40))
     return Data(train, validation, 64, "of 8 to seq_len tokens", variable=VariableLength(4))

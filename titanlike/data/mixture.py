@@ -237,23 +237,28 @@ class MixtureBatchSampler(GlobalBatchSampler):
 
 
 class MixedValidation:
-    """Samples of all sources' validation data, in the proportions of the first step."""
+    """All samples of all sources' validation data, each once; the first ones in the proportions of
+    the first step, for as long as no source has ended."""
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[Points], count: int) -> None:
-        quotas = Quotas([[(0.0, points[0][1])] for points in weights], 1)
-        self._sources, seen = list(sources), [0] * len(sources)
-        self._places: list[tuple[int, int]] = []
-        for _ in range(count):
-            k = quotas.deal().index(1)
-            self._places.append((k, seen[k] % len(sources[k])))
-            seen[k] += 1
+    def __init__(self, sources: Sequence[Source], weights: Sequence[Points]) -> None:
+        self._sources = list(sources)
+        shares = [points[0][1] for points in weights]
+        sizes = [len(source) for source in sources]
+        # a source's n-th sample comes when it is due; of weight 0, after all others
+        due = [
+            (np.arange(n) + 0.5) / s if s else np.full(n, np.inf)
+            for n, s in zip(sizes, shares, strict=True)
+        ]
+        self._order = np.argsort(np.concatenate(due), kind="stable")
+        self._starts = [0, *np.cumsum(sizes).tolist()]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._order)
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        k, index = self._places[i]
-        return self._sources[k][index]
+        place = int(self._order[i])
+        k = bisect_right(self._starts, place) - 1
+        return self._sources[k][place - self._starts[k]]
 
 
 def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) -> Data:
@@ -269,7 +274,6 @@ def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) ->
     sources = {name: cast(Source, source.train) for name, source in opened.items()}
     train = MixtureSource([*sources.values()], weights, seeds)
     held = [source.validation for source in opened.values()]
-    count = max(1, config.validation.batches) * config.batch_size
     quotas = Quotas(weights, config.batch_size)
 
     def progress(steps: int) -> dict[str, float]:
@@ -286,7 +290,7 @@ def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) ->
     return replace(
         first,
         train=train,
-        validation=MixedValidation(held, weights, count),
+        validation=MixedValidation(held, weights),
         description=shares + documents_note(config.data),
         fingerprint=json.dumps({"weights": [*zip(opened, weights, strict=True)], "sources": parts}),
         progress=progress,

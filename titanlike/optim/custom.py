@@ -108,9 +108,10 @@ def problems(config: Config, in_layers: str = "") -> Iterator[Problem]:
     try:
         if isinstance(config.lr, Custom):
             function = import_callable("lr", config.lr)
-            check_arguments("lr", config.lr, function, {"step": 1, "steps": config.steps})
-            for step in {1, (config.steps + 1) // 2, config.steps}:
-                _tried("lr", config.lr, custom_lr_factor, config.lr, step, config.steps)
+            check_arguments("lr", config.lr, function, {"step": 1, "steps": config.last_step})
+            last = config.last_step
+            for step in {1, (last + 1) // 2, last}:
+                _tried("lr", config.lr, custom_lr_factor, config.lr, step, last)
         if isinstance(config.optimizer, CustomOptimizer):
             _check_optimizer(config.optimizer)
             _check_parts(config, config.optimizer, in_layers)

@@ -236,10 +236,10 @@ def _factor(config: Config, step: int) -> float:
     """The relative learning rate of a step. With `ramp`, a step counts as its share of a full
     batch."""
     position: float = step
-    steps: float = config.steps
+    steps: float = config.last_step
     if config.ramp:
         full = config.batch_size * config.seq_len
-        position, steps = config.tokens(step) / full, config.tokens(config.steps) / full
+        position, steps = config.tokens(step) / full, config.tokens(config.last_step) / full
         if isinstance(config.lr, Custom):
             position, steps = max(1, round(position)), max(1, round(steps))
     return lr_factor(config.lr, position, steps)

@@ -62,11 +62,11 @@ def opening(session: Session) -> None:
         ("data", data.description),
         ("epochs", epochs(config, len(data.train), parts)),
         ("warm-up", warmup(config)),
-        ("batch", batch if has_tokens else f"{config.batch_size} samples"),
+        ("batch", batch if has_tokens or limit else f"{config.batch_size} samples"),
         ("ramp", _ramp(config)),
         ("microbatches", f"{cut} ({plan.why_microbatches})"),
         ("schedule", config.schedule.name if mesh.pp > 1 else ""),
-        ("steps", f"{start + 1} to {config.steps}" if start < config.steps else "none left"),
+        ("steps", f"{start + 1} to {last}" if start < (last := config.last_step) else "none left"),
         ("profile", session.profile.describe(start) if session.profile else ""),
         ("output", str(session.worker.run_dir)),
         *(("", sink.location) for sink in session.sinks[1:]),
@@ -143,15 +143,18 @@ def _sent(plan: TrainPlan) -> list[list[str]]:
 def closing(session: Session, start: int) -> None:
     """The result, and the command to continue with, after a run from step `start`."""
     console, config, progress = session.console, session.config, session.progress
-    run_dir, stopped = session.worker.run_dir, session.stopped
+    run_dir, stopped, last = session.worker.run_dir, session.stopped, config.last_step
     if start >= progress.step and not stopped:
-        end = f"steps={config.steps}" if session.last == config.last_step else "the data have ended"
+        end = f"steps={config.steps}" if last == config.steps else f"max_tokens={config.max_tokens}"
+        end = end if session.last == last else "the data have ended"
         console.line(f"nothing to do: the run is at step {start}, and {end}")
     more = [*train_program(), "--config-path", str(run_dir)]
-    if not stopped and progress.step < config.last_step:
+    if not stopped and progress.step < last:
         more.append("data.repeat=true")
     elif not stopped:
-        more.append(f"steps={2 * max(start, config.steps)}")
+        twice = 2 * max(start, last)
+        more += [f"steps={twice}"] * (twice > config.steps)
+        more += [f"max_tokens={config.tokens(twice)}"] * (config.max_tokens is not None)
     if config.checkpoint.resume != "auto":
         more.append("checkpoint.resume=auto")
     value = progress.value
@@ -160,7 +163,7 @@ def closing(session: Session, start: int) -> None:
     saved = session.checkpointer.newest
     checkpoint = f"checkpoint at step {saved}, " if saved else ""
     end = f"stopped at step {progress.step} ({stopped})" if stopped else "training complete"
-    end += f", the data end at step {session.last}" * (session.last < config.last_step)
+    end += f", the data end at step {session.last}" * (session.last < last)
     console.line(f"{end}: {loss}{checkpoint}output in {run_dir}")
     if share := goodput_text(goodput(run_dir, time.time())):
         console.line(f"goodput: {share}")
@@ -249,8 +252,9 @@ def epochs(config: Config, sequences: int, unit: str = "sequences") -> str:
     """How often the run reads its data; "" for data that never end."""
     if sequences >= 1 << 40:
         return ""
-    epochs = config.tokens(config.steps) / config.seq_len / sequences
-    text = f"{epochs:.3g} of {units.count(sequences)} {unit} by step {config.steps}"
+    last = config.last_step
+    epochs = config.tokens(last) / config.seq_len / sequences
+    text = f"{epochs:.3g} of {units.count(sequences)} {unit} by step {last}"
     if epochs >= _MANY_EPOCHS:
         fit = max(1, int(_MANY_EPOCHS * sequences / config.batch_size))
         return f"{text}; WARNING: a model learns so few by heart; more data, or steps={fit}"
@@ -259,9 +263,10 @@ def epochs(config: Config, sequences: int, unit: str = "sequences") -> str:
 
 def warmup(config: Config) -> str:
     """A warning if the run ends before the learning rate reaches its peak, else ""."""
-    steps = getattr(config.lr, "warmup", 0)  # a custom learning rate has none
-    if steps <= config.steps:
+    steps, last = getattr(config.lr, "warmup", 0), config.last_step  # a custom one has none
+    if steps <= last:
         return ""
-    peak = f"{config.steps / steps:.2g} of its peak at step {config.steps}"
-    fit = max(1, config.steps // 10)
-    return f"WARNING: the learning rate reaches {peak}; steps={steps} or more, or lr.warmup={fit}"
+    peak = f"{last / steps:.2g} of its peak at step {last}"
+    fit = max(1, last // 10)
+    more = f"steps={steps}" if last == config.steps else f"max_tokens={config.tokens(steps)}"
+    return f"WARNING: the learning rate reaches {peak}; {more} or more, or lr.warmup={fit}"

@@ -134,6 +134,7 @@ def make_plan(
     whole_numel = sum(parameter.numel() for parameter in model.parameters())
     flops_per_token = _flops_per_token(config, model, data)
     batch = example_batch(config, data)
+    unit = _unit(config, data, batch)
     if problems := field_problems(config, model, fields_of(batch)):
         raise ConfigError(problems)
     transforms = model_transforms(config, model, mesh, batch, checked or {})
@@ -189,7 +190,7 @@ def make_plan(
         whole_numel=whole_numel,
         unused=[name for name, _ in model.named_parameters() if name not in used],
         flops_per_token=flops_per_token,
-        unit="tokens" if _has_tokens(config, data, batch) else "samples",
+        unit=unit,
         recomputed=chosen.recomputed,
         deferred=chosen.deferred,
         why_together=chosen.why_together,
@@ -331,10 +332,22 @@ def _declared_stages(config: Config, model_graph: ModelGraph, stages: int) -> li
     return partition(units, split, stages)
 
 
-def _has_tokens(config: Config, data: Data | None, batch: Batch) -> bool:
-    if batch["inputs"].is_floating_point():
-        return False
-    return (vocab_size(config) if data is None else data.vocab_size) is not None
+def _unit(config: Config, data: Data | None, batch: Batch) -> str:
+    """Return what a run counts: tokens, or samples where these have none or not equally many. Raises
+    ConfigError if samples have other numbers of tokens than are counted."""
+    inputs, variable = batch["inputs"], data is not None and data.variable is not None
+    ids = inputs.dim() < 3 and not inputs.is_floating_point()
+    known = (vocab_size(config) if data is None else data.vocab_size) is not None
+    if ids and known and not variable:
+        length = inputs.shape[1] if inputs.dim() == 2 else 1
+        if length < config.seq_len:
+            reason = f"the samples of data.name={config.data.name} have {length} tokens"
+            raise ConfigError([Problem("seq_len", config.seq_len, reason, f"seq_len={length}")])
+        return "tokens"
+    if config.max_tokens is not None:
+        reason = "the samples have no tokens, or not equally many, so tokens are not counted"
+        raise ConfigError([Problem("max_tokens", config.max_tokens, reason, "max_tokens=null")])
+    return "samples"
 
 
 def _flops_per_token(config: Config, model: nn.Module, data: Data | None) -> float | None:
