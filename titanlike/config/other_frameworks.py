@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def other_names(key: str) -> list[str]:
     return keys.split()
 
 
-def without_former_keys(config: dict[str, Any]) -> None:
+def without_former_keys(config: Any) -> None:
     """Remove from an older run's config the keys that titanlike had, where they have their
     defaults."""
     for name, default in FORMER.items():
@@ -72,8 +72,8 @@ def without_former_keys(config: dict[str, Any]) -> None:
         section: Any = config
         for each in sections:
             section = section.get(each) if isinstance(section, Mapping) else None
-        if isinstance(section, Mapping) and key in section and section[key] == default:
-            section.pop(key)  # type: ignore[attr-defined]
+        if isinstance(section, MutableMapping) and key in section and section[key] == default:
+            section.pop(key)
 
 
 @functools.cache
