@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from support.cells import cells
+from support.families import gpt_oss, hf
 from support.models import tiny
 from support.proven import assert_proven
 from titanlike.config.optimizer import ParameterGroup
@@ -17,7 +20,7 @@ from titanlike.config.optimizers.muon import Muon
 from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import Config, Model
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.optim.optimizer import build_optimizers, set_lr
+from titanlike.optim.optimizer import build_optimizers, hidden_matrices, set_lr
 from titanlike.training.preflight import preflight
 
 EMBEDDING = ParameterGroup(lr=1e-3, weight_decay=0.0)
@@ -28,6 +31,56 @@ OF_MUON = Muon(groups={**OF_ALL, "*.[qk]_proj.*": ParameterGroup(lr=1e-2, moment
 MOE = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": None}
 MOE |= {"intermediate_size": 64, "num_hidden_layers": 2, "moe_intermediate_size": 32}
 EXPERTS = tiny(dp=2, ep=2, optimizer=AdamW(groups={"*.experts.*": NORMS, "*norm*": EMBEDDING}))
+
+
+class Scan(nn.Module):
+    """Layers in stacks, whose norms have a module of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in {"weight": (3, 8, 8), "scale": (3, 8), "up_bias": (3, 8)}.items():
+            setattr(self, name, nn.Parameter(torch.empty(shape, device="meta")))
+        self.norms = nn.ParameterList([nn.Parameter(torch.empty(3, 8, device="meta"))])
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scan = Scan()
+        self.norm = nn.LayerNorm((8, 8), device="meta")
+        self.block = nn.Module()
+        self.block.conv = nn.Conv1d(8, 8, 3, bias=False, device="meta")
+        self.block.proj = nn.Linear(8, 8, bias=False, device="meta")
+        self.pos_bias = nn.Parameter(torch.empty(4, 8, device="meta"))
+        self.table = nn.Parameter(torch.empty(4, 8, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "model, matrices",
+    [
+        (Own(), {"scan.weight", "block.conv.weight", "block.proj.weight", "table"}),
+        (gpt_oss(attention_bias=True), None),
+        (hf("gpt_oss", num_hidden_layers=2), None),
+        (hf("qwen3_moe", num_hidden_layers=2), None),
+    ],
+    ids=["own", "gpt_oss", "hf gpt_oss", "hf qwen3_moe"],
+)
+def test_stacked_vectors_do_not_decay_and_muon_takes_none(model: Any, matrices: Any) -> None:
+    built = model if matrices else build_model(resolve_model(tiny(model=model)))
+    stacks = ("_proj", "gate_up_proj", "down_proj", "up_proj")
+    names = {name for name, _ in built.named_parameters()}
+    right = matrices or {n for n in names if n.endswith((*stacks, "weight")) and "norm" not in n}
+    right -= {name for name in right if "sinks" in name}
+    config = tiny(model=model) if matrices is None else tiny()
+    for choice in (AdamW(), Muon(), Sgd(weight_decay=0.1)):
+        parameters = dict(built.named_parameters())
+        optimizers = build_optimizers(parameters, built, replace(config, optimizer=choice))
+        of = {id(p): name for name, p in parameters.items()}
+        groups = [group for each in optimizers for group in each.param_groups]
+        decayed = {of[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+        assert decayed == right
+    if not matrices:  # blocks are found by their list
+        assert hidden_matrices(built, Muon()) <= right
 
 
 def test_parameter_groups_match_torchs() -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from support.cells import cells, slow
 from support.commands import TINY, command
 from support.counted_calls import CountedCalls
-from support.families import gpt_oss, llama, moe
+from support.families import gpt_oss, hf, llama, moe
 from support.hf_tiny import model_of, tiny_hf
 from support.models import tiny
 from support.proven import assert_proven
@@ -31,6 +31,7 @@ from titanlike.config.schema import (
     Custom,
     Float8Precision,
     Fsdp,
+    Model,
     Mxfp8Precision,
     Precision,
     Schedule,
@@ -69,6 +70,38 @@ def in_float8(config: Config) -> set[str]:
     experts = {n for n, m in model.named_modules() if getattr(m, "product", None) is not None}
     assert layers.experts == len(experts)
     return found | experts
+
+
+@pytest.mark.parametrize("precision", [FLOAT8, MXFP8])
+@pytest.mark.parametrize(
+    "model",
+    [
+        moe(num_local_experts=64, n_shared_experts=1, num_nextn_predict_layers=1),
+        gpt_oss(num_local_experts=64),
+        hf("qwen2_moe", num_experts=64),
+        hf("granitemoe", num_local_experts=64),
+        hf("gpt_oss", num_local_experts=64),
+        Model("test_float8.Listed", {}),
+    ],
+    ids=lambda model: f"{model.name} {model.args.get('family', '')}",
+)
+def test_a_router_stays_in_bf16_whatever_its_size(model: Any, precision: Any) -> None:
+    """Rounded to float8 it sends every fourth token to other experts than in bf16."""
+    low = in_float8(tiny(model=model, precision=precision, seq_len=32))
+    assert low and not any(
+        name.endswith(("gate", "router", "router.layer", "choose")) for name in low
+    )
+
+
+class Listed(nn.Module):
+    """Experts in a list, and a layer that chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Module() for _ in range(2))
+        for block in self.layers:
+            block.choose = nn.Linear(32, 32)
+            block.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(32))
 
 
 WIDE = llama(hidden_size=64, num_key_value_heads=4, intermediate_size=128)  # whole blocks of mxfp8

@@ -47,7 +47,7 @@ from titanlike.data.conversation_forms import (
 )
 from titanlike.data.kinds import DataError
 from titanlike.data.order import is_for_validation
-from titanlike.data.sources import IGNORE, Data
+from titanlike.data.sources import IGNORE, REAL, Data
 from titanlike.data.text import (
     PARTS,
     TABLES,
@@ -184,7 +184,7 @@ class ChatSource:
             numbers[here] = number - int(self._firsts[i])
             filled += len(ids) - 1
         numbers[filled:] = length  # padding is a document by itself
-        sample = {"inputs": inputs, "targets": targets}
+        sample = {"inputs": inputs, "targets": targets, REAL: np.arange(length) < filled}
         if self._documents:
             sample["document_ids"] = numbers
         return {name: torch.from_numpy(value) for name, value in sample.items()}

@@ -17,7 +17,7 @@ from torch import Tensor
 from titanlike.config.schema import Config
 from titanlike.data.kinds import DataError
 from titanlike.data.order import GlobalBatchSampler, shuffled_index
-from titanlike.data.sources import Batch, Source, VariableLength, stack
+from titanlike.data.sources import REAL, Batch, Source, VariableLength, stack, with_real_tokens
 
 REQUIRED = ("inputs", "targets")
 _WINDOW = 64  # steps within which samples are sorted by length
@@ -77,7 +77,7 @@ class CheckedSource:
     def collate(self, samples: list[Batch]) -> Batch:
         """Stack samples to a batch [B, ...], padded where lengths differ."""
         if self.variable is None:
-            return stack(samples)
+            return with_real_tokens(stack(samples))
         bucket, longest = self.variable.bucket, max(len(sample["inputs"]) for sample in samples)
         return self._padded(samples, min(-(-longest // bucket) * bucket, self._seq_len))
 
@@ -96,6 +96,9 @@ class CheckedSource:
             batch[name] = padded = first.new_full((len(samples), *shape), pad.value)
             for row, sample in zip(padded, samples, strict=True):
                 row[tuple(slice(size) for size in sample[name].shape)] = sample[name]
+        if self.variable is not None and REAL not in batch:
+            lengths = torch.tensor([len(sample["inputs"]) for sample in samples])
+            batch[REAL] = torch.arange(tokens) < lengths[:, None]
         return batch
 
     def _wrong(self, i: int | str, reason: str, remedy: str) -> DataError:

@@ -35,7 +35,7 @@ from titanlike.config.schema import Config, Custom
 from titanlike.data.kinds import loader_workers
 from titanlike.data.order import GlobalBatchSampler, RampBatchSampler
 from titanlike.data.registry import SHARED_MEMORY, free_shared_memory, open_data
-from titanlike.data.sources import Batch, Data, Source, Stream, stack
+from titanlike.data.sources import REAL, Batch, Data, Source, Stream, stack
 from titanlike.launch.signals import die_with_parent
 from titanlike.metrics.units import size
 
@@ -61,7 +61,8 @@ def batches(
         generator=torch.Generator(),
     )
     if isinstance(source, Stream):
-        if used is not None and not used:
+        padded = getattr(source, "collate", stack) is not stack
+        if used is not None and not (used if padded else used - {REAL}):
             return _received(source.unread(config, start_step), config, start_step)
         stream = source.stream(config, dp_rank, start_step, making)
         return _received(stream, config, start_step)
@@ -189,7 +190,8 @@ def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.T
         batch = stack([sample])
     dtype = torch.bfloat16 if config.precision.low else torch.float32
     dtypes = {name: dtype if t.is_floating_point() else t.dtype for name, t in batch.items()}
-    return {n: torch.empty(t.shape, dtype=dtypes[n], device="meta") for n, t in batch.items()}
+    shapes = {name: tensor.shape for name, tensor in batch.items() if name != REAL}
+    return {n: torch.empty(shape, dtype=dtypes[n], device="meta") for n, shape in shapes.items()}
 
 
 def field_problems(config: Config, model: nn.Module, fields: Iterable[str]) -> list[Problem]:

@@ -27,6 +27,7 @@ from titanlike.config.schema import Config
 
 Batch = dict[str, torch.Tensor]  # field -> tensor whose first dimension is samples
 IGNORE = -100  # a target without a loss, as in torch's cross_entropy
+REAL = "real_tokens"  # field, bool [B, T]: False = padding; never given to the model
 ENDLESS = 1 << 40  # length of a source without an end, in samples
 
 
@@ -86,6 +87,19 @@ class Stream(ABC):
 def stack(samples: list[Batch]) -> Batch:
     """Stack samples of equal shapes to a batch [B, ...]."""
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def with_real_tokens(batch: Batch) -> Batch:
+    """Add `REAL` to a batch of sequences that does not have it: padding is what a `mask` [B, T]
+    excludes, else what ends a sequence: tokens without a target that repeat the last one."""
+    inputs, targets, mask = batch["inputs"], batch["targets"], batch.get("mask")
+    if REAL in batch or inputs.dim() not in (2, 3) or inputs.shape[:2] != targets.shape:
+        return batch
+    if mask is not None and mask.shape == targets.shape:
+        return batch | {REAL: mask.bool()}
+    alike = (inputs == inputs[:, -1:]).reshape(*targets.shape, -1).all(2)
+    padding = (alike & (targets == IGNORE)).long().flip(1).cumprod(1).flip(1)
+    return batch | {REAL: padding == 0}
 
 
 @dataclass(frozen=True)
@@ -234,6 +248,8 @@ def _sample_hash(source: Source, i: int, values: bool = True) -> str:
     except Exception as error:  # a broken sample that training may never read
         return type(error).__name__
     for name, value in sorted(sample.items()):
+        if name == REAL:
+            continue
         hasher.update(f"{name} {value.dtype} {list(value.shape) if values else ''}".encode())
         if values:
             flat = value.detach().cpu().contiguous().flatten()

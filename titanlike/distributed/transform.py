@@ -65,6 +65,9 @@ class Plan(Protocol):
     def deferred(self) -> frozenset[int]:
         """Stages whose weight gradients are computed in W actions, not in I."""
 
+    def microbatches_of(self, rows: int) -> int:
+        """Microbatches of a batch with so many rows on a dp rank."""
+
     @property
     def microbatches(self) -> int: ...
     @property
@@ -121,6 +124,7 @@ class Transform:
     # how parameters are sharded over this axis, as seen by its first rank
     placements: Mapping[str, Placement] = {}
     sequence: SequenceParts | None = None  # how sequences are sharded over ranks
+    reads: frozenset[str] = frozenset()  # fields of a batch that it needs on every rank
     sums: StepSums | None = None  # replaces the sums of autograd and FSDP
     unchecked: str = ""  # what could not be verified, and why
     # Whether results depend on how a batch is split into microbatches, as those of a batch norm:
@@ -168,7 +172,8 @@ class Transform:
         """Called before the forwards of a training step, from 1."""
 
     def begin_microbatch(self, stage: int, microbatch: int) -> None:
-        """Called before a stage's forward, in training and evaluation. microbatch: its place in
+        """Called before a stage's forward, in training and evaluation, and before its backward,
+        which may recompute. microbatch: its place in
         the global batch, the same in every layout of as many microbatches."""
 
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -180,7 +185,7 @@ class Transform:
 
     def training(self, tokens: Tensor) -> AbstractContextManager[None]:
         """A context around the forwards and backwards of a training step. tokens: the number in the
-        global batch, padding included, a scalar on the device."""
+        global batch, without padding, a scalar on the device."""
         return nullcontext()
 
     def computing(self) -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.errors import Problem
+from titanlike.data.sources import REAL
 from titanlike.graph.cut import StageGraph, cut, same_messages, start_offsets
 from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Recording, UnknownTokens, with_values
@@ -199,11 +200,11 @@ class ModelGraph:
 
 
 def fields_of(batch: Mapping[str, Tensor]) -> Fields:
-    """The batch fields that are arguments of the model: all but the targets."""
+    """The batch fields that are arguments of the model."""
     return {
         name: Field(tuple(tensor.shape[1:]), tensor.dtype)
         for name, tensor in batch.items()
-        if name != "targets"
+        if name not in ("targets", REAL)
     }
 
 

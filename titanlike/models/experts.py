@@ -8,7 +8,8 @@ tokens [S, D] are sorted by expert, counts [E] (int64, sum S) are the tokens of 
 [S, D] are in the order of the tokens. Dimension 0 of all its parameters is the expert, [E, ...];
 its class has the attribute `sorted_by_expert = True`, it has `num_experts` (E) and `top_k` (K). No
 token is dropped. An attribute `independent_rows` is set to True with numerics=exact: a row's bits
-must then not depend on the other rows. An attribute `product` is set by precision=float8, to use
+must then not depend on the other rows. A function `without_padding(counts, chosen)` is set where
+padding is to be left out of what is counted: `through_experts` passes counts through it. An attribute `product` is set by precision=float8, to use
 instead of `expert_linear`.
 
 Shapes: N tokens, D hidden_size, E experts, K experts per token, S = N * K, F moe_intermediate_size.
@@ -89,6 +90,8 @@ def through_experts(
     flat = chosen.flatten()
     counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=x.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
+    if (without_padding := getattr(experts, "without_padding", None)) is not None:
+        counts = without_padding(counts, chosen)
     order = flat.argsort(stable=True)  # position in the sorted tokens -> position in [N * K]
     if getattr(experts, "takes_unsorted", False):
         y, added = computed(torch.cat([x, weights.to(x.dtype)], 1), counts, order)

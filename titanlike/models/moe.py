@@ -55,7 +55,7 @@ class Routing(NamedTuple):
 class RoutedMLP(nn.Module):
     """K of E experts for each token, and perhaps a shared one for all: [..., D] -> [..., D].
 
-    Load is balanced per step, over the global batch (`parallel/expert_parallel.py` calls `balance`
+    Load is balanced per step, over the global batch without padding (`parallel/expert_parallel.py` calls `balance`
     once a step with the number of tokens of each expert):
 
     - without a loss (arXiv 2408.15664): `bias` is added to the scores only for the choice. After a
@@ -103,7 +103,8 @@ class RoutedMLP(nn.Module):
             self.register_buffer("bias", torch.zeros(experts))
         if routing.balance_loss:
             self.register_buffer("load", torch.full((experts,), 1 / experts))
-        # 1 / tokens of the global batch, a scalar on the device; None = those of each forward
+        # of each token 1 / tokens of the global batch, 0 for padding: a scalar or [N], on the device;
+        # None = 1 / tokens of each forward
         self.token_share: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,11 +141,11 @@ class RoutedMLP(nn.Module):
         share = 1 / len(logits) if self.token_share is None else self.token_share
         if routing.balance_loss:
             of_token = scores / scores.sum(1, keepdim=True)
-            balance = (of_token @ self.load).sum() * len(self.load)
-            weights = AddLoss.apply(weights, routing.balance_loss * share * balance)
+            balance = (share * (of_token @ self.load)).sum() * len(self.load)
+            weights = AddLoss.apply(weights, routing.balance_loss * balance)
         if routing.z_loss:
-            squares = logits.logsumexp(1).square().sum()
-            weights = AddLoss.apply(weights, routing.z_loss * share * squares)
+            squares = (share * logits.logsumexp(1).square()).sum()
+            weights = AddLoss.apply(weights, routing.z_loss * squares)
         return weights
 
     @torch.no_grad()

@@ -11,7 +11,12 @@ from titanlike.config.errors import Problem, nearest, override_text
 from titanlike.config.optimizer import Optimizer, optimizer_kinds
 from titanlike.config.parse import to_plain
 from titanlike.metrics import units
-from titanlike.optim.optimizer import hidden_matrices, parameter_update, patterns_of
+from titanlike.optim.optimizer import (
+    hidden_matrices,
+    matrices_of,
+    parameter_update,
+    patterns_of,
+)
 
 
 def group_problems(choice: Optimizer, model: nn.Module) -> list[Problem]:
@@ -24,15 +29,16 @@ def group_problems(choice: Optimizer, model: nn.Module) -> list[Problem]:
         return Problem(f"optimizer.groups.{pattern}", given, reason, fix)
 
     problems, hidden = [], hidden_matrices(model, choice)
+    matrices = matrices_of(model)
     no_muon: dict[str, str] = {}  # pattern -> a parameter that Muon cannot update
     kinds: dict[str, set[str]] = {pattern: set() for pattern in groups}
     overlaps: dict[str, tuple[str, str]] = {}  # pattern -> a parameter, other patterns matching it
-    for name, parameter in model.named_parameters():
+    for name, _ in model.named_parameters():
         matching = patterns_of(name, choice)
         if len(matching) > 1:
             overlaps.setdefault(matching[0], (name, ", ".join(matching[1:])))
         for pattern in matching:
-            update = parameter_update(name, parameter.dim(), choice, name in hidden)
+            update = parameter_update(name, name in matrices, choice, name in hidden)
             kinds[pattern].add(update.name)
             if update.whole_matrices and name not in hidden:
                 no_muon.setdefault(pattern, name)
@@ -75,13 +81,13 @@ def group_rows(
 
     stage_parameters: name -> elements on a rank, for each stage.
     """
-    hidden = hidden_matrices(model, choice)
+    hidden, matrices = hidden_matrices(model, choice), matrices_of(model)
     sizes = {name: size for stage in stage_parameters for name, size in stage.items()}
     numels_by_row: dict[tuple[Any, ...], list[int]] = {}
     order = [*(choice.groups or {}), "all others"]
-    for name, parameter in model.named_parameters():
+    for name, _ in model.named_parameters():
         pattern = next(iter(patterns_of(name, choice)), "all others")
-        update = parameter_update(name, parameter.dim(), choice, name in hidden)
+        update = parameter_update(name, name in matrices, choice, name in hidden)
         extra = [getattr(update, key) for key in update.group_keys]
         row = update.lr, update.weight_decay, ", ".join(map(override_text, extra))
         numels_by_row.setdefault((pattern, update.name, *row), []).append(sizes.get(name, 0))

@@ -32,8 +32,8 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a model's parameters on this rank. Collective over `group`.
 
-    The choice of each parameter's optimizer does not depend on the layout. Vectors (norms, biases)
-    have no weight decay. A group's `initial_lr` is its peak.
+    The choice of each parameter's optimizer does not depend on the layout. Vectors (see
+    `matrices_of`) have no weight decay. A group's `initial_lr` is its peak.
 
     model: the full model, may be on meta; placements: of tensor-parallel parameters; group: the
     ranks that share parameters, None = FSDP's.
@@ -56,18 +56,19 @@ def _by_kind(
 ) -> list[torch.optim.Optimizer]:
     choice = config.optimizer
     # matrices first
-    ordered = sorted(parameters.items(), key=lambda item: item[1].dim() < 2)
+    matrices = matrices_of(model)
+    ordered = sorted(parameters.items(), key=lambda item: item[0] not in matrices)
     if isinstance(choice, CustomOptimizer):
         from titanlike.optim.custom import custom_optimizer
 
         both: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-        for _, parameter in ordered:
-            both[parameter.dim() < 2].append(parameter)
+        for name, parameter in ordered:
+            both[name not in matrices].append(parameter)
         return [custom_optimizer(choice, *both, config.exact)]
     hidden = hidden_matrices(model, choice)
     groups: dict[str, list[dict[str, Any]]] = {}
     for name, parameter in ordered:
-        update = parameter_update(name, parameter.dim(), choice, name in hidden)
+        update = parameter_update(name, name in matrices, choice, name in hidden)
         kind_groups = groups.setdefault(update.name, [])
         options = group_options(update)
         alike = (g for g in kind_groups if all(g[key] == value for key, value in options.items()))
@@ -92,10 +93,10 @@ def _by_kind(
     ]
 
 
-def parameter_update(name: str, dim: int, choice: Optimizer, hidden: bool) -> Optimizer:
+def parameter_update(name: str, matrix: bool, choice: Optimizer, hidden: bool) -> Optimizer:
     """The optimizer config that updates a parameter, with the settings for this parameter.
 
-    name, dim: in the full model; hidden: whether it is in `hidden_matrices`. The pattern of
+    name: in the full model; matrix: whether it is in `matrices_of`; hidden: whether it is in `hidden_matrices`. The pattern of
     `optimizer.groups` that matches, if any, overrides the defaults.
     """
     override = next(((choice.groups or {})[p] for p in patterns_of(name, choice)), ParameterGroup())
@@ -103,7 +104,7 @@ def parameter_update(name: str, dim: int, choice: Optimizer, hidden: bool) -> Op
     update = choice.of_kind(override.optimizer or by_default)
     given = {key: getattr(override, key) for key in ("lr", "weight_decay", *update.group_keys)}
     given = {key: value for key, value in given.items() if value is not None}
-    return replace(update, **{"weight_decay": update.weight_decay if dim >= 2 else 0.0, **given})
+    return replace(update, **{"weight_decay": update.weight_decay if matrix else 0.0, **given})
 
 
 def group_options(update: Optimizer) -> dict[str, Any]:
@@ -113,15 +114,39 @@ def group_options(update: Optimizer) -> dict[str, Any]:
     return {"initial_lr": update.lr, "weight_decay": update.weight_decay, **tuples}
 
 
+def matrices_of(model: nn.Module) -> set[str]:
+    """Names of the parameters that are matrices, or stacks of them: they decay.
+
+    All others are vectors, or stacks of vectors, one for each expert, head or layer: norms and
+    biases of any shape, by their names, and [E, F] in a module whose own parameters are stacks of
+    as many, of matrices [E, F, D] as well; but no router's.
+    """
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(path, recurse=False))
+        dims, sizes = {p.dim() for p in own.values()}, {p.shape[:1] for p in own.values()}
+        plain = isinstance(module, (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd))
+        stacks = 3 in dims and min(dims) == 2 and len(sizes) == 1
+        norm = path.endswith(("norm", "norms")) or type(module).__name__.endswith("Norm")
+        for name, parameter in own.items():
+            last = name.rpartition(".")[2]
+            vector = parameter.dim() < 2 or "bias" in last or "norm" in last
+            if stacks and parameter.dim() == 2:
+                vector |= "router" not in last and last != "gate"
+            if plain and parameter.dim() > 1 or not (vector or norm):
+                found.add(name)
+    return found & dict(model.named_parameters()).keys()
+
+
 def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
     """Names of the parameters that a matrix optimizer (Muon) updates; empty for other optimizers.
 
-    These are 2-D parameters of blocks and experts' matrices, except embeddings, parameters also
+    These are matrices [rows, columns] of blocks and experts' matrices, except embeddings, parameters also
     used outside of blocks, and those that the config assigns to a different optimizer.
     """
     if not getattr(optimizer, "whole_matrices", False):
         return set()
-    in_blocks: set[int] = set()
+    in_blocks, matrices = set[int](), matrices_of(model)
     elsewhere = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     expert_ids = {id(p) for module in experts_of(model).values() for p in module.parameters()}
     units = find_units(model)
@@ -137,6 +162,7 @@ def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
         name
         for name, parameter in model.named_parameters()
         if parameter.dim() == (3 if id(parameter) in expert_ids else 2)
+        and name in matrices
         and id(parameter) in in_blocks - elsewhere
         and not any(fnmatchcase(name, pattern) for pattern in excluded)
     }
@@ -147,14 +173,14 @@ def update_bytes(
 ) -> dict[str, tuple[int, int]]:
     """Map each parameter to (bytes of optimizer state, bytes of memory traffic of an update), both
     per element."""
-    shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    names = [name for name, _ in model.named_parameters()]
     if isinstance(choice, CustomOptimizer):
         from titanlike.optim.custom import state_bytes
 
         state = state_bytes(choice)
-        return dict.fromkeys(shapes, (state, 12 + 2 * state))
-    hidden = hidden_matrices(model, choice)
-    updates = {n: parameter_update(n, dim, choice, n in hidden) for n, dim in shapes.items()}
+        return dict.fromkeys(names, (state, 12 + 2 * state))
+    hidden, matrices = hidden_matrices(model, choice), matrices_of(model)
+    updates = {n: parameter_update(n, n in matrices, choice, n in hidden) for n in names}
     return {name: (update.state_bytes, update.touched_bytes) for name, update in updates.items()}
 
 

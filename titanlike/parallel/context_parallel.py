@@ -20,7 +20,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, TraceSplit
 from titanlike.device.choose import first_device
 from titanlike.distributed.mesh import Mesh, new_group
-from titanlike.distributed.placement import Placement, experts_of, in_bf16
+from titanlike.distributed.placement import Placement, in_bf16
 from titanlike.distributed.transform import Plan, Recorded, Transform
 from titanlike.graph.loss import Loss
 from titanlike.graph.model_graph import Field, Fields, ModelGraph, fields_of
@@ -254,7 +254,7 @@ class ContextParallel(Transform):
         with in_bf16(model.modules()):  # a scale in float8 is that of all ranks' tokens
             self._check_tokens(model, {n: x for n, x in batch.items() if n != "targets"}, graph)
         if recorded.variable:
-            self._check_padding(graph.model, graph.fields)
+            self._check_padding(graph.fields)
 
     def _check_tokens(
         self, model: nn.Module, batch: Mapping[str, Tensor], graph: ModelGraph
@@ -312,14 +312,12 @@ class ContextParallel(Transform):
             fix = "return losses [B, T, ...]"
             raise ConfigError([Problem("loss.name", self._config.loss.name, reason, fix)])
 
-    def _check_padding(self, model: nn.Module, fields: Fields) -> None:
+    def _check_padding(self, fields: Fields) -> None:
         """Raise ConfigError if batches of varying length cannot be padded for cp."""
         if not takes_divided_logits(self._config.loss):
             reason = "a loss that is no cross entropy would count what they are padded with"
         elif any(not call.causal for call in self._calls) and "document_ids" not in fields:
             reason = "attention that is not causal alone may see what they are padded with"
-        elif experts_of(model):
-            reason = "what they are padded with would count where experts are balanced"
         else:
             return
         differ = f"batches differ in length, are padded to a multiple of {self._multiple()}"

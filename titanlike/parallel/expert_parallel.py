@@ -11,7 +11,7 @@ sequence these have different tokens, and send them as others do. Otherwise all 
 same tokens: the experts' gradients, sums over all sent tokens, are divided by their number.
 
 For the balance, tokens are counted where a training forward calls experts, not in a recomputation;
-padding included, since it is computed. After the step the counts are summed over all ranks with
+padding (`REAL` of a batch) is computed and not counted. After the step the counts are summed over all ranks with
 different tokens, so they are the global batch's in any layout: integers, equal on every rank. The
 layer that holds the experts receives them (`balance(counts, skip)`), if it has that method; a
 skipped step changes nothing.
@@ -19,12 +19,12 @@ skipped step changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
+from titanlike.data.sources import REAL
 from titanlike.distributed.collectives import GroupInfo
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Part, Placement, When, experts_of
@@ -163,37 +164,71 @@ class _TimesGradient(torch.autograd.Function):
 
 
 @torch.library.custom_op("titanlike::tokens_of_experts", mutates_args=())
-def _counted(counts: Tensor, total: Tensor) -> Tensor:
-    """Return a copy of `counts`, and add them to `total`: an operator, since a compiled block runs
+def _counted(counts: Tensor, added: Tensor, total: Tensor) -> Tensor:
+    """Return a copy of `counts`, and add `added` to `total`: an operator, since a compiled block runs
     nothing else. Its schema hides that it changes `total`; torch would drop it from a recomputed
     forward, or refuse it."""
     if not in_backward():
         # without a version bump: a recomputing compiled block saves it, and would refuse it in
         # the backward
-        total.data.add_(counts)
+        total.data.add_(added)
     return counts.clone()
 
 
 @_counted.register_fake
-def _(counts: Tensor, total: Tensor) -> Tensor:
+def _(counts: Tensor, added: Tensor, total: Tensor) -> Tensor:
     return torch.empty_like(counts)
 
 
 @dataclass(frozen=True)
 class _Layer:
+    stage: int
     holder: Any  # the module whose child the experts are
     experts: Any
     total: Tensor  # tokens of each expert in this step, on this rank: int64
 
 
+class _Tokens(NamedTuple):
+    """The tokens of a microbatch, [N] each."""
+
+    share: Tensor  # 1 / tokens of the global batch; 0 for padding
+    padding: Tensor  # int64: -1 for padding, else 0
+
+    @staticmethod
+    def of(real: Tensor, tokens: Tensor) -> _Tokens:
+        """real: bool [B, T]; tokens: of the global batch, a scalar."""
+        real = real.flatten()
+        return _Tokens(real / tokens, real.long() - 1)
+
+    def give(self, holder: Any, experts: Any) -> None:
+        """New tensors for each microbatch: what a backward has saved must not change."""
+        if hasattr(holder, "token_share"):
+            holder.token_share = self.share
+        vars(experts)[_PADDING] = self.padding
+        experts.without_padding = MethodType(_without_padding, experts)
+
+
 class ExpertBalance(Transform):
     """Counts tokens per expert, in the experts of this rank's stages of any model."""
 
-    def __init__(self, mesh: Mesh, tensor_parts: Callable[[], bool]) -> None:
-        """tensor_parts: whether tensor-parallel ranks have different tokens in the current step."""
+    reads = frozenset({REAL})
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        tensor_parts: Callable[[], bool],
+        microbatches_of: Callable[[int], int],
+        take: Callable[[Tensor, int], Tensor] | None,
+    ) -> None:
+        """tensor_parts: whether tensor-parallel ranks have different tokens in the current step;
+        microbatches_of: see `Plan`; take: selects a context-parallel rank's tokens."""
         self._mesh, self._tensor_parts = mesh, tensor_parts
+        self._microbatches_of, self._take = microbatches_of, take
         self._share = torch.zeros((), device=mesh.device)
+        self._stages: dict[nn.Module, int] = {}
         self._layers: list[_Layer] = []
+        self._real: Tensor | None = None  # of the current batch [B, T]
+        self._parts: list[_Tokens] = []  # of its microbatches
         # load of the busiest and idlest expert, relative to the mean, in the last step; the share
         # of choices that no expert computed. -inf on ranks without experts
         self.loads = torch.full((3,), -torch.inf, device=mesh.device)
@@ -201,6 +236,9 @@ class ExpertBalance(Transform):
 
     def in_one_process(self, model: nn.Module) -> Transform:
         return _BalanceInOneProcess(model)
+
+    def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
+        self._stages[stage] = index
 
     def on_weights(self, stage: nn.Module) -> None:
         """Count in the modules' forwards from now on: after all else that replaces these, before
@@ -215,7 +253,11 @@ class ExpertBalance(Transform):
             experts.forward = MethodType(_forward, experts)
             if hasattr(holder, "token_share"):
                 holder.token_share = self._share
-            self._layers.append(_Layer(holder, experts, total))
+            self._layers.append(_Layer(self._stages[stage], holder, experts, total))
+
+    def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        self._real = batch.get(REAL)
+        return batch
 
     @contextmanager
     def training(self, tokens: Tensor) -> Iterator[None]:
@@ -224,7 +266,21 @@ class ExpertBalance(Transform):
         self._share.copy_(1 / tokens)
         for layer in self._layers:
             layer.total.zero_()
+        self._parts = []
+        if (real := self._real) is not None:
+            real = real if self._take is None else self._take(real, 1)
+            if self._mesh.layer_ranks > 1 and self._tensor_parts():
+                real = real.chunk(self._mesh.layer_ranks, 1)[self._mesh.layer_part]
+            rows = real.tensor_split(self._microbatches_of(len(real)))
+            self._parts = [_Tokens.of(part, tokens) for part in rows]
         yield
+
+    def begin_microbatch(self, stage: int, microbatch: int) -> None:
+        if self._parts:
+            part = self._parts[microbatch % len(self._parts)]
+            for layer in self._layers:
+                if layer.stage == stage:
+                    part.give(layer.holder, layer.experts)
 
     @torch.no_grad()
     def after_update(self, skip: Tensor | None) -> None:
@@ -262,39 +318,62 @@ class _BalanceInOneProcess(Transform):
     def __init__(self, model: nn.Module) -> None:
         # module of experts -> the module that holds it
         self._holders: dict[nn.Module, Any] = {}
-        self._counts: dict[nn.Module, Tensor] = {}  # in this step
+        self._tokens = torch.ones(())
         for name, experts in experts_of(model).items():
             self._holders[experts] = model.get_submodule(name.rpartition(".")[0])
-            experts.register_forward_pre_hook(self._count)
+            device, count = next(model.parameters()).device, experts.num_experts
+            vars(experts)[_TOTAL] = torch.zeros(count, dtype=torch.int64, device=device)
+            experts.register_forward_pre_hook(_count)
 
     @contextmanager
     def training(self, tokens: Tensor) -> Iterator[None]:
-        self._counts = {}
-        for holder in self._holders.values():
+        self._tokens = tokens
+        for experts, holder in self._holders.items():
+            getattr(experts, _TOTAL).zero_()
             if hasattr(holder, "token_share"):
-                holder.token_share = torch.tensor(1 / tokens.item())
+                holder.token_share = 1 / tokens
         yield
+
+    def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        if REAL in batch:
+            part = _Tokens.of(batch[REAL].to(self._tokens.device), self._tokens)
+            for experts, holder in self._holders.items():
+                part.give(holder, experts)
+        return batch
 
     @torch.no_grad()
     def after_update(self, skip: Tensor | None) -> None:
-        for experts, counts in self._counts.items():
-            if hasattr(self._holders[experts], "balance"):
-                self._holders[experts].balance(counts)
-
-    def _count(self, experts: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if experts.training and not in_backward():
-            self._counts[experts] = self._counts.get(experts, 0) + args[1]
+        for experts, holder in self._holders.items():
+            if hasattr(holder, "balance"):
+                holder.balance(getattr(experts, _TOTAL))
 
 
-# attributes of a module of experts: its previous forward, None = its class's; the counts
-_BEFORE, _TOTAL = "uncounted_forward", "tokens_of_step"
+def _count(experts: nn.Module, args: tuple[Tensor, ...]) -> None:
+    if experts.training and not in_backward():
+        getattr(experts, _TOTAL).add_(args[1])
+
+
+# attributes of a module of experts: its previous forward, None = its class's; the counts; which
+# tokens are padding
+_BEFORE, _TOTAL, _PADDING = "uncounted_forward", "tokens_of_step", "padding_of_microbatch"
+
+
+def _without_padding(experts: nn.Module, counts: Tensor, chosen: Tensor) -> Tensor:
+    """Count padding as negative, which experts count with the other tokens: counts [E], chosen
+    [N, K]."""
+    padding = getattr(experts, _PADDING)
+    if not (experts.training and torch.is_grad_enabled()) or len(padding) != len(chosen):
+        return counts
+    padding = padding.unsqueeze(1).expand_as(chosen).flatten()
+    removed = torch.zeros_like(counts).scatter_add_(0, chosen.flatten(), padding)
+    return torch.ops.titanlike.tokens_of_experts(counts, removed, getattr(experts, _TOTAL))
 
 
 def _forward(
     experts: nn.Module, tokens: Tensor, counts: Tensor, *others: Tensor, **more: Any
 ) -> Any:
     if experts.training and torch.is_grad_enabled():
-        counts = torch.ops.titanlike.tokens_of_experts(counts, getattr(experts, _TOTAL))
+        counts = torch.ops.titanlike.tokens_of_experts(counts, counts, getattr(experts, _TOTAL))
     before = getattr(experts, _BEFORE)
     if before is None:
         return type(experts).forward(experts, tokens, counts)

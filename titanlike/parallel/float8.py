@@ -3,7 +3,7 @@
 A `Float8Linear` (`float8_linear.py`) keeps its name and its fp32 weight. It scales its input, its
 weight and its output's gradient to fill the range of float8 (dynamic scales), and multiplies those;
 results are bf16, as between such layers. In bf16 stay layers outside of blocks (embedding, head),
-tied weights, and sizes that gain nothing.
+tied weights, sizes that gain nothing, and routers of experts: rounding chooses others.
 
 Idea: https://arxiv.org/abs/2209.05433, and https://github.com/pytorch/ao for training.
 """
@@ -182,10 +182,11 @@ def _choose(model: nn.Module, settings: ScaledPrecision) -> set[str]:
     alone = {unit.name for unit in units[:-1] if unit.block}
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     linear = {name: module for name, module in model.named_modules() if _is_plain(module)}
+    routers = _routers(model)
     matrices: dict[str, tuple[int, ...]] = {
         name: (module.in_features, module.out_features)
         for name, module in linear.items()
-        if names[id(module.weight)] == 1
+        if names[id(module.weight)] == 1 and name not in routers
     }
     in_blocks = isinstance(settings, Mxfp8Precision)
     for name, experts in experts_of(model).items():
@@ -218,6 +219,20 @@ def _choose(model: nn.Module, settings: ScaledPrecision) -> set[str]:
     if problems:
         raise ConfigError(problems)
     return chosen
+
+
+def _routers(model: nn.Module) -> set[str]:
+    """Names of the linear layers beside experts, stacked or in a list, with an output for each."""
+    routers = set()
+    for path, holder in model.named_modules():
+        for name, child in holder.named_children():
+            stacked = {len(p) for p in child.parameters(recurse=False) if p.dim() == 3}
+            counts = {len(child)} if isinstance(child, nn.ModuleList) else stacked
+            for other, layer in holder.named_modules() if counts else ():
+                beside = not f"{other}.".startswith(f"{name}.")
+                if beside and getattr(layer, "out_features", 0) in counts:
+                    routers.add(f"{path}.{other}".lstrip("."))
+    return routers
 
 
 def _skip_problems(skip: Sequence[str], linear: Collection[str]) -> Iterator[Problem]:

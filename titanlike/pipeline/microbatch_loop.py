@@ -30,7 +30,8 @@ class MicrobatchLoop:
         begin_microbatch: Callable[[int, int], None],
     ) -> None:
         """order: of one stage, without split backwards; fields: batch fields that the stage reads
-        besides "inputs"; begin_microbatch: called with (stage, microbatch) before each forward."""
+        besides "inputs"; begin_microbatch: called with (stage, microbatch) before each forward
+        and backward."""
         self._stage, self._loss, self._fields = stage, loss, [*fields]
         self._begin_microbatch = begin_microbatch
         (self._train,), (self._forward,) = order.ranks, order.forward_only().ranks
@@ -66,8 +67,8 @@ class MicrobatchLoop:
             self.on_action(action)
             mb = action.mb
             with record_function(f"PP:{action}"):  # the same name as in torch's runtime
+                self._begin_microbatch(0, mb)
                 if action.kind == "F":
-                    self._begin_microbatch(0, mb)
                     fields = {name: parts[name][mb] for name in self._fields}
                     output = self._stage(parts["inputs"][mb], **fields)
                     losses[mb] = self._loss(output, parts["targets"][mb])

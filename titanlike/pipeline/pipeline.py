@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from titanlike.data.sources import Batch
+from titanlike.data.sources import REAL, Batch
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.sharding import is_sharded
 from titanlike.distributed.transform import Transform
@@ -140,7 +140,7 @@ class Pipeline:
 
     def used_fields(self) -> set[str]:
         """Batch fields that this rank's stages read, for batches shaped as in the plan."""
-        used, graph = set(), self._planned.graph
+        used, graph = {n for each in self._transforms for n in each.reads}, self._planned.graph
         for index in self._stages:
             used |= {"inputs"} if index == 0 else set()
             used |= {"targets"} if index == self._planned.order.stages - 1 else set()
@@ -294,7 +294,7 @@ class Pipeline:
 
     def _count(self, runtime: Runtime, batch: Batch) -> tuple[Tensor, Tensor]:
         """Count the loss terms of the global batch, which normalize the loss, and its tokens
-        including padding; both summed over all ranks."""
+        without padding; both summed over all ranks."""
         mesh, graph, size = self._mesh, runtime.graph, runtime.graph.microbatch_size
         counts = torch.zeros(2, device=mesh.device)
         # counted on the last stage, as the other ranks of a pipeline need no targets
@@ -310,6 +310,8 @@ class Pipeline:
             sequence_shards = mesh.stage_copies // mesh.dp  # ranks that share each sequence
             tokens = batch["inputs"].shape[1] // sequence_shards if has_sequences else 1
             counts[1] = len(targets) * tokens
+            if REAL in batch and not batch[REAL].is_meta:  # experts are balanced
+                counts[1] = batch[REAL].sum() / sequence_shards
         if mesh.world_size > 1:
             counts = mesh.sum(counts) / self._loss_copies
         runtime.loss.scale = 1.0 / counts[0]

@@ -39,7 +39,7 @@ def make_runtime(
     stages: this rank's, by index; graphs: of all stages, in training; loss: called with the last
     stage's output and the targets; fields: batch fields that this rank's stages read; first: the
     first stage's input for a microbatch, on meta; zero: ZeRO level, see `distributed/sharding.py`;
-    begin_microbatch: called with (stage, microbatch) before each forward; sums: by stage, replace
+    begin_microbatch: called with (stage, microbatch) before each forward and backward; sums: replace, by stage,
     gradient sums of FSDP and autograd.
     """
 

@@ -25,7 +25,7 @@ from titanlike.config.schema import (
     Schedule,
 )
 from titanlike.data.loader import batches, validation_batches, validation_weights
-from titanlike.data.sources import Data, Source, no_targets
+from titanlike.data.sources import REAL, Data, Source, no_targets
 from titanlike.distributed.initialize import draw, initialize
 from titanlike.distributed.mesh import one_process
 from titanlike.distributed.placement import optimizer_state
@@ -262,9 +262,11 @@ def _single_process(
     def loss_of_group(batch: dict[str, Tensor], microbatch: int) -> tuple[Tensor, float]:
         for transform in transforms_here:
             transform.begin_microbatch(0, microbatch)
+            batch = transform.batch(batch)
         fields = {
             name: value.to(device, dtype if value.is_floating_point() else value.dtype)
             for name, value in batch.items()
+            if name != REAL
         }
         targets = batch["targets"].to(device)
         del fields["targets"]
@@ -294,7 +296,9 @@ def _single_process(
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors}
 
     def logits(batch: dict[str, Tensor]) -> Tensor:
-        fields = {name: value.to(device) for name, value in batch.items() if name != "targets"}
+        fields = {name: value.to(device) for name, value in batch.items()}
+        del fields["targets"]
+        fields.pop(REAL, None)
         with torch.no_grad():
             return logits_of(model(fields.pop("inputs"), **fields))
 
@@ -320,7 +324,7 @@ def _single_process(
         if now == step > 1:
             weights = copy_of(model.named_parameters())
         batch = next(stream)
-        tokens = torch.tensor(float(batch["targets"].numel()), device=device)
+        tokens = batch.get(REAL, torch.ones_like(batch["targets"])).sum().float().to(device)
         with ExitStack() as stack:
             for transform in transforms_here:
                 transform.begin_step(now)

@@ -64,7 +64,7 @@ def make_stage(
     full, and runs in I; torch's would walk through the graph twice, and through a checkpointed
     block for each of its weights. skips_in, skips_out: indices of the non-adjacent
     stages that the last of `inputs` come from and the last of `outputs` go to. begin_microbatch:
-    called with the stage and the microbatch before each forward. sums: called around each backward,
+    called with the stage and the microbatch before each forward and backward. sums: called around each backward,
     takes its gradients; None = FSDP and autograd add them.
     """
     kind: Any = _Stage if zero == 1 else _ShardingStage
@@ -168,6 +168,7 @@ class _Stage(PipelineStage):
         full_backward: bool = True,
         last_backward: Any = False,
     ) -> None:
+        self.begin_microbatch(self.stage_index, bwd_chunk_id)
         if self.sums is not None:
             self.sums.backward(bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)

@@ -76,6 +76,9 @@ class TrainPlan:
     def microbatches(self) -> int:
         return self.order.microbatches
 
+    def microbatches_of(self, rows: int) -> int:
+        return self.orders.get(rows, self.order).microbatches
+
     @property
     def peers(self) -> dict[str, GroupInfo]:
         """The process-group info of each axis that communicates inside of layers."""

@@ -24,7 +24,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import write_config
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches, example_batch
-from titanlike.data.sources import IGNORE, Batch, Data
+from titanlike.data.sources import IGNORE, REAL, Batch, Data, with_real_tokens
 from titanlike.device.accelerator import kernels
 from titanlike.distributed.mesh import close_mesh
 from titanlike.graph.loss import OutputError
@@ -100,7 +100,7 @@ class TrainingRun:
         equal on all ranks of a dp rank. Raises BadNumbers if loss or gradients are not finite
         (on_nonfinite=stop), ConfigError if fields, shapes or dtypes differ from the config's.
         """
-        batch, number = self._checked(batch), self.steps + 1
+        batch, number = with_real_tokens(self._checked(batch)), self.steps + 1
         with self._collective("step", meet=self.last is None):
             if not self.last:
                 self._first_step(batch)
@@ -289,7 +289,7 @@ class TrainingRun:
                     problems.append(Problem("batch", "", reason, fix))
             elif wrong := self._wrong_field(name, batch[name]):
                 problems.append(Problem(f"batch.{name}", "", *wrong))
-        for name in batch.keys() - {*fields}:
+        for name in batch.keys() - {*fields, REAL}:
             problems.append(Problem("batch", name, "is not taken by the model", "leave it out"))
         if (
             not problems

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -149,7 +150,9 @@ def _expert_balance(b: _Built) -> Transform:
     def parts_of_sequences() -> bool:  # in the current step: of tensor-parallel ranks
         return any(getattr(transform.ranks, "sequence", False) for transform in b.made.values())
 
-    return ExpertBalance(b.mesh, parts_of_sequences)
+    context: Any = b.made.get("cp")
+    take = None if context is None else context.ranks.take
+    return ExpertBalance(b.mesh, parts_of_sequences, b.plan.microbatches_of, take)
 
 
 def _casts(b: _Built) -> Transform:
