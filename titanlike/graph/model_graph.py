@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.errors import Problem
-from titanlike.data.sources import REAL
 from titanlike.graph.cut import StageGraph, cut, same_messages, start_offsets
 from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Recording, UnknownTokens, with_values
@@ -204,7 +203,7 @@ def fields_of(batch: Mapping[str, Tensor]) -> Fields:
     return {
         name: Field(tuple(tensor.shape[1:]), tensor.dtype)
         for name, tensor in batch.items()
-        if name not in ("targets", REAL)
+        if name not in ("targets", "real_tokens")
     }
 
 
