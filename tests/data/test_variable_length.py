@@ -203,7 +203,8 @@ def test_masked_padding_does_not_change_results() -> None:
     model, source = Conditioned(), open_data(config).train
     samples = [source[i] for i in range(4)]
     batch = source.collate(samples)
-    targets = batch.pop("targets")
+    targets, real = batch.pop("targets"), batch.pop("real_tokens")
+    assert torch.equal(real, batch["mask"])
     logits = model(batch.pop("inputs"), **batch)
     for row, sample in enumerate(samples):
         one = {name: value[None] for name, value in sample.items() if name != "targets"}

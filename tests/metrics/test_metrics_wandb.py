@@ -18,6 +18,7 @@ from support.paths import ROOT
 from support.waiting import until
 from support.wandb_file import WandbFile, read_wandb_file
 from titanlike.metrics.run_files import log_start
+from titanlike.metrics.sinks import read_jsonl
 from titanlike.metrics.wandb_sink import _mode, run_id
 
 NO_NETWORK = {"WANDB_BASE_URL": "http://127.0.0.1:9"}
@@ -112,7 +113,7 @@ def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_pa
     assert first.name == second.name == "pp=2,data.password=***", "what differs, the first time"
     history = first.history + second.history
     assert [item["_step"] for item in history] == [1, 2, 3, 4, 5, 6]
-    assert all(item["val/loss"] == 2.0 and "step" not in item for item in history)
+    assert all(item["val/loss"] == 2.0 and item["step"] == item["_step"] for item in history)
     assert [item["train/loss"] for item in history] == [LOSSES[step % 3] for step in range(1, 7)]
     assert first.summary["profile"] == "a trace in a folder"
     assert ["samples.path" in item for item in history] == [False, False, False, True, False, True]
@@ -125,6 +126,56 @@ def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_pa
         "the command line, without secrets"
     )
     assert b"op3nsesame" not in written and b"Z1Z1Z1" not in written
+
+
+UNDONE = """
+import sys
+from pathlib import Path
+from titanlike.config.schema import Wandb
+from titanlike.metrics.run_files import Events
+from titanlike.metrics.sinks import JsonlSink
+from titanlike.metrics.tensorboard_sink import TensorBoardSink
+from titanlike.metrics.wandb_sink import WandbSink
+
+folder, start, attempt, *rest = sys.argv[1:]
+folder, start, events = Path(folder), int(start), Events(Path(folder), print)
+redone = lambda steps, seconds: events.log("redone", start, steps=steps, seconds=seconds)
+sinks = [JsonlSink(folder / "metrics.jsonl", start, redone)]
+sinks += [WandbSink(Wandb(mode="offline"), {}, folder, print), TensorBoardSink(folder, start)]
+for word in map(int, rest):
+    for sink in sinks:
+        if word < 0:
+            sink.rewind(-word)
+            continue
+        sink.log({"step": word, "loss": float(attempt) + word, "step_seconds": 1.0})
+    attempt = int(attempt) + 100 * (word < 0)
+for sink in sinks:
+    sink.close("completed")
+"""
+
+
+def test_steps_that_are_done_again_replace_those_undone_in_every_sink(tmp_path: Path) -> None:
+    """A rollback from 6 to 3, a resume from 4, and a restart from 0: what was logged last for a step
+    is what is shown, and W&B's own step always grows, so it drops nothing."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    launches = ["0 0 1 2 3 4 5 6 -3 4 5 6", "4 1000 5 6", "0 2000 1 2"]
+    steps, shown = [], dict[int, float]()
+    for words in launches:
+        program = [sys.executable, "-c", UNDONE, str(tmp_path), *words.split()]
+        env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+        subprocess.run(program, check=True, env=env, timeout=120)
+        time.sleep(1)  # wandb names its folders by the second
+    for file in kept(tmp_path):
+        steps += [item["_step"] for item in file.history]
+        shown |= {item["step"]: item["train/loss"] for item in file.history}
+        assert {"step", "*"} <= file.metrics.keys() and file.metrics["*"] == "step"
+    right = {1: 2001.0, 2: 2002.0, 3: 3.0, 4: 104.0, 5: 1005.0, 6: 1006.0}
+    assert shown == right and steps == sorted(set(steps)) and len(steps) == 13
+    records = read_jsonl(tmp_path / "metrics.jsonl")
+    assert {record["step"]: record["loss"] for record in records} == {1: 2001.0, 2: 2002.0}
+    points = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = {point.step: point.value for point in points.Scalars("train/loss")}
+    assert found == {1: 2001.0, 2: 2002.0}, "TensorBoard hides what is after the last start"
 
 
 def test_a_copied_run_is_a_new_wandb_run_and_a_moved_one_is_the_same(

@@ -34,6 +34,7 @@ class WandbFile:
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, str] = field(default_factory=dict)  # name or pattern -> its step metric
     exit_code: int | None = None
 
 
@@ -54,6 +55,9 @@ def read_wandb_file(path: Path) -> WandbFile:
                 run.history.append(_values(record.history.item))
             case "summary":
                 run.summary.update(_values(record.summary.update))
+            case "metric":
+                name = record.metric.name or record.metric.glob_name
+                run.metrics[name] = record.metric.step_metric
             case "exit":
                 run.exit_code = record.exit.exit_code
     run.config.pop("_wandb", None)

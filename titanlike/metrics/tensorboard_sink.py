@@ -29,11 +29,18 @@ class TensorBoardSink(Sink):
     def __init__(self, run_dir: Path, start_step: int) -> None:
         if problem := tensorboard_problem():
             raise ConfigError([problem])
+        self._folder = str(Path(run_dir) / "tensorboard")
+        self.location = f"tensorboard --logdir {shlex.quote(self._folder)}"
+        self._open_after(start_step)
+
+    def _open_after(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # only this sink needs torch
 
-        folder = Path(run_dir) / "tensorboard"
-        self.location = f"tensorboard --logdir {shlex.quote(str(folder))}"
-        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+        self._writer = SummaryWriter(self._folder, purge_step=step + 1)
+
+    def rewind(self, step: int) -> None:
+        self._writer.close()
+        self._open_after(step)
 
     def log(self, record: dict[str, Any]) -> None:
         for name, value in with_prefixes(record).items():

@@ -6,6 +6,8 @@
    WANDB_MODE; if the server cannot be reached within the timeout, offline, too.
 3. The W&B run's id and name are in run_dir/wandb: a resumed run continues the same W&B run; a copy
    of a run's directory gets a new one while the original still exists.
+   W&B drops what is logged for a step before its last one: a record's step is a metric, "step",
+   and the horizontal axis of all others; W&B's own also counts steps that were undone.
 4. After an exception or a timeout, one line is printed and wandb's service process (wandb-core) is
    killed; metrics.jsonl has everything.
 """
@@ -27,7 +29,8 @@ from titanlike.config import files, schema
 from titanlike.config.credentials import redact, redact_override
 from titanlike.metrics.console import shorten
 from titanlike.metrics.run_files import earlier_folders
-from titanlike.metrics.sinks import Sink, with_prefixes
+from titanlike.metrics.sinks import Sink, read_jsonl, with_prefixes
+from titanlike.metrics.summary import is_number
 
 BACKLOG = 10_000  # records in the queue; a few MB
 GRACE = 30.0  # seconds beyond the user's timeout for importing wandb and starting its service
@@ -61,6 +64,11 @@ class WandbSink(Sink):
         named = [text for text in stripped if not text.startswith(tuple(_UNNAMED.split()))]
         name = shorten(",".join(map(redact_override, named)), LONGEST_NAME)
         self._name = name or self._run_dir.name
+        events = self._run_dir / "events.jsonl"
+        undone = read_jsonl(events) if events.exists() else []
+        # steps that a rollback or a resume undid, and the last one logged
+        self._undone = sum(e["steps"] for e in undone if is_number(e, "steps"))
+        self._last = 0
         # calls on the W&B run; an exit code finishes it
         self._queue: queue.Queue[Callable[[Any], object] | int] = queue.Queue(BACKLOG)
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()  # the thread's lines for `say`
@@ -74,14 +82,21 @@ class WandbSink(Sink):
         self._print_notes()
 
     def log(self, record: dict[str, Any]) -> None:
-        self._put(lambda run: run.log(with_prefixes(record), step=record["step"]))
+        self._log(record["step"], lambda: with_prefixes(record))
 
     def note(self, name: str, text: str) -> None:
         self._put(lambda run: run.summary.update({name: text}))
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         content = {"columns": [*rows[0]] if rows else [], "data": [[*row.values()] for row in rows]}
-        self._put(lambda run: run.log({name: self._wandb.Table(**content)}, step=step))
+        self._log(step, lambda: {name: self._wandb.Table(**content)})
+
+    def rewind(self, step: int) -> None:
+        self._undone += max(0, self._last - step)
+
+    def _log(self, step: int, entries: Callable[[], dict[str, Any]]) -> None:
+        self._last, at = step, step + self._undone
+        self._put(lambda run: run.log(entries() | {"step": step}, step=at))
 
     def close(self, status: str) -> None:
         """Finish the W&B run, or after a timeout leave it to `wandb sync`."""
@@ -203,6 +218,8 @@ class WandbSink(Sink):
             )
         finally:
             sys.argv = argv
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
         self._folder = Path(run.dir).parent
         offline = f"W&B offline; upload with: {_sync_command(self._folder)}"
         self.location = f"W&B: {run.url}" if mode == "online" else offline
