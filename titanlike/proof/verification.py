@@ -18,6 +18,7 @@ the full batch's, and are compared as well.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -144,9 +145,7 @@ def compare_with_one_process(
     every: list[list[Comparison]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(every, comparisons)
     rows = merge(every)
-    # in lower precision a router may choose other experts for a token
-    if rounded is None or experts_of(run.plan.model_graph.model):
-        rows = _explain(rows, config, data, exact, rounded is not None, worker, mesh.device)
+    rows = _explain(rows, config, data, exact, rounded is not None, worker, mesh.device)
     copies = Counter(name for names in run.plan.stage_parameters for name in names)
     # each element once per replica, and once per copy of a tied weight
     for name, placement in run.plan.placements.items():  # and once per rank that has it
@@ -229,10 +228,20 @@ def _explain(
         sizes = {
             name: t.numel() for name, t in (exact.updated | exact.state | exact.buffers).items()
         }
+        # rounding errors of a gradient's elements are not independent: the largest of all gradients
+        scales = {(row.kind, row.name): row.scale / (row.elements or 1) for row in rows}
+        ratios = [
+            along / math.sqrt(squared * scales[key])
+            for key, (squared, along) in moved.items()
+            if key[0] == "gradient" and squared * scales.get(key, 0.0) > 0
+        ]
         result = []
         for row in rows:
             copies = row.elements / (sizes.get(row.name) or 1)  # replicas, and tied weights
             by = moved.get((row.kind, row.name), ())
+            if low and any(by):
+                size = math.sqrt(by[0] * scales[row.kind, row.name])
+                by = by[0], max([by[1], *(ratio * size for ratio in ratios)])
             result.append(row.explain(*(copies * each for each in by)) if any(by) else row)
         return result
 
