@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import transformers
 
 from support.exported import LLAMA, trained
 from support.models import tiny
+from support.world import run_world
 from titanlike.checkpoint.hf_export import export
 from titanlike.config.schema import ChatData, Config, Sample
 from titanlike.data import registry
@@ -23,7 +26,9 @@ from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import IGNORE
 from titanlike.data.tokenizer import ByteTokenizer, byte_tokenizer, write_tokenizer
 from titanlike.generation.generate import generate, load_model
+from titanlike.launch.worker import Worker
 from titanlike.models.sampling import Sampling
+from titanlike.training.session import open_data_on_every_rank
 
 
 def conversation(n: int, turns: int = 1) -> dict[str, Any]:
@@ -47,6 +52,43 @@ def answers(sample: dict[str, torch.Tensor]) -> str:
     """What is learned of a sequence; a | where a text ends."""
     learned = sample["targets"][sample["targets"] != IGNORE].tolist()
     return bytes(ord("|") if token == 256 else token for token in learned).decode()
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}" + BUILT_IN
+
+
+def test_a_template_gets_the_day_of_the_runs_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the day of a resume and the clocks of nodes: the same ids, in a cache of its own."""
+    (tmp_path / "dated.jinja").write_text(DATED)
+    config = chat(tmp_path, template=str(tmp_path / "dated.jinja"))
+    config = replace(config, run_dir=str(tmp_path / "run"), batch_size=2)
+
+    def ids(day: int, config: Config = config) -> torch.Tensor:
+        clock = type("Clock", (datetime,), {"now": classmethod(lambda _: datetime(2026, 2, day))})
+        monkeypatch.setattr("titanlike.data.chat.datetime", clock)
+        worker = Worker(0, 1, 0, 1, Path(config.run_dir), None, [])
+        return open_data_on_every_rank(config, worker).train[0]["inputs"]
+
+    first = ids(1)
+    text = bytes(token for token in first.tolist() if token < 256).decode()
+    assert text.startswith("01 Feb 2026")
+    assert torch.equal(first, ids(2)), "resumed on another day"
+    shutil.rmtree(tmp_path / "cache")
+    assert torch.equal(first, ids(3)), "on a machine without the cache"
+    other = replace(config, run_dir=str(tmp_path / "other"))
+    assert not torch.equal(first, ids(3, other)), "a run of its own"
+    later = run_world(ids_of_rank, replace(other, dp=2), tmp_path / "later")
+    assert torch.equal(*later), "a rank whose clock is a day ahead"
+
+
+def ids_of_rank(config: Config, worker: Worker) -> torch.Tensor:
+    from titanlike.data import chat as module
+
+    now = datetime(2026, 2, 4 + worker.rank)
+    module.datetime = type("Clock", (datetime,), {"now": classmethod(lambda _: now)})  # type: ignore[misc]
+    return open_data_on_every_rank(config, worker).train[0]["inputs"]
 
 
 def test_only_answers_have_loss_and_conversations_are_packed_unsplit(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ The result is written to the cache (`data.cache`) once, and memory-mapped from t
 
 A template is that of transformers' tokenizer_config.json: it receives `messages`, `tools`,
 `add_generation_prompt`, `bos_token` and `eos_token`. It may come from a stranger's tokenizer, so it
-is rendered in a sandbox.
+is rendered in a sandbox. Its `strftime_now` is the day of the run's first start (`first_day`): ids
+must not depend on the day of a resume, nor on the clock of a node.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titanlike.config.files import read_object
+from titanlike.config.files import atomic_write_text, open_regular, read_object
 from titanlike.config.schema import ChatData, Config
 from titanlike.data.conversation_forms import (
     BadForm,
@@ -88,13 +89,15 @@ EXAMPLE: list[Message] = [
 def open_data(data: ChatData, config: Config) -> Data:
     """Open or write the cache entry. Raises DataError for unreadable files, and for a part without
     answers."""
-    template = find_template(data.template, data.tokenizer, data.parse_special)
+    day = first_day(config.run_dir)
+    template = find_template(data.template, data.tokenizer, data.parse_special, day)
     tokenizer = template.tokenizer
     files = _find_files(data.path)
     common = ("workers", "changed", "cache")  # not part of the entry's key
     settings = {key: value for key, value in asdict(data).items() if key not in common}
     content = [FORMAT, file_states(files), settings, config.seq_len, tokenizer.fingerprint]
     content += [tokenizer.names, sorted(template.ends)]
+    content += [day] if "strftime_now" in template.source else []
     folder, about = cached(
         data.cache,
         f"chat-{cache_key([*content, template.source])}",
@@ -305,8 +308,9 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         ends: frozenset[int] = frozenset(),
         parse_special: bool = False,
+        day: str = "",
     ) -> None:
-        """ends: ids known to end an answer; parse_special: text that spells a special token becomes
+        """ends: ids known to end an answer; day: YYYY-MM-DD, "" = today; parse_special: text that spells a special token becomes
         that token in every message, not in answers alone. Raises ValueError for an invalid
         template."""
         from jinja2 import TemplateSyntaxError, nodes
@@ -331,10 +335,8 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals |= {
-            "raise_exception": _refuse,
-            "strftime_now": lambda form: datetime.now().strftime(form),
-        }
+        now = datetime.fromisoformat(day or first_day())
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": now.strftime}
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
@@ -484,11 +486,22 @@ def _refuse(reason: str) -> None:
     raise ValueError(reason)
 
 
+def first_day(run_dir: str | Path = "", keep: str = "") -> str:
+    """The day of a run's first start, YYYY-MM-DD: that kept in run_dir, else `keep`, which is then
+    kept there, else today."""
+    path = Path(run_dir) / "first_day"
+    with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
+        return str(datetime.fromisoformat(file.read(10).decode()).date())
+    if keep:
+        atomic_write_text(path, keep)
+    return keep or str(datetime.now().date())
+
+
 def find_template(
-    template: str | None, tokenizer: str, parse_special: bool = False
+    template: str | None, tokenizer: str, parse_special: bool = False, day: str = ""
 ) -> ChatTemplate:
     """Find the chat template: the path `data.template`; None = the tokenizer's, else the built-in
-    one. Raises DataError."""
+    one. day: see `ChatTemplate`. Raises DataError."""
     path = Path(tokenizer).expanduser()
     beside = (path if path.is_dir() else path.parent) / "chat_template.jinja"
     opened, known, end = open_tokenizer(tokenizer), None, None
@@ -510,7 +523,7 @@ def find_template(
         source, where = beside.read_text(encoding="utf-8"), str(beside)
     elif isinstance(known, str):
         source, where = known, str(beside.with_name("tokenizer_config.json"))
-    make = partial(ChatTemplate, source, opened, frozenset(ends), parse_special)
+    make = partial(ChatTemplate, source, opened, frozenset(ends), parse_special, day)
     if not dist.is_initialized() and not _is_bounded(make):  # workers: checked by the launcher
         reason = f"takes more than {_SECONDS} s or 1 GiB for a short conversation"
         raise DataError("data.template", where, reason, "give another, data.template=FILE.jinja")

@@ -26,7 +26,7 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.config.imports import quiet_import
 from titanlike.config.received import Consent
 from titanlike.config.schema import ChatData
-from titanlike.data.chat import ChatTemplate, find_template
+from titanlike.data.chat import ChatTemplate, find_template, first_day
 from titanlike.data.kinds import DataError, vocabulary
 from titanlike.data.tokenizer import open_tokenizer, write_tokenizer
 from titanlike.distributed.initialize import parameters_on_meta
@@ -199,7 +199,9 @@ def load_model(
         text["tokenizer"] = partial(_exported_tokenizer, name)
         text["coder"] = Coder(tokenizer.encode, tokenizer.decode)
         if isinstance(data, ChatData):
-            text["chat"] = chat = find_template(data.template, data.tokenizer, data.parse_special)
+            named = data.template, data.tokenizer, data.parse_special
+            run_dir = Path(str(rows.folder)).parent.parent
+            text["chat"] = chat = find_template(*named, first_day(run_dir))
             text["coder"] = Coder(chat.encode, tokenizer.decode)
             text["ends"] = chat.ends
     return LoadedModel(

@@ -12,7 +12,7 @@ from titanlike.checkpoint.checkpointer import Checkpointer
 from titanlike.checkpoint.discovery import Progress
 from titanlike.config.errors import ConfigError, Refused
 from titanlike.config.parse import to_plain, write_config
-from titanlike.config.schema import Config, MemoryProfile, TensorBoard, Wandb
+from titanlike.config.schema import ChatData, Config, MemoryProfile, TensorBoard, Wandb
 from titanlike.data.kinds import DataError
 from titanlike.data.registry import open_data
 from titanlike.data.sources import Data
@@ -99,6 +99,12 @@ def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
     Called before there is a process group: preparing may take longer than its timeout. Raises
     ConfigError for an error in the data.
     """
+    if isinstance(config.data, ChatData):  # whose template may tell the day: rank 0's first one
+        from titanlike.data.chat import first_day
+        from titanlike.launch.rendezvous import barrier
+
+        day = barrier(worker, "day", DATA_TIMEOUT, first_day(config.run_dir), listens=True)[0]
+        first_day(config.run_dir, day)
     try:
         if worker.local_rank == 0:
             data = open_data(config)
