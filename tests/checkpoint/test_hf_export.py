@@ -15,11 +15,11 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from support.cells import GRID, cells, slow
-from support.exported import GPT2, LLAMA, MOE, byte_text, trained, with_args
+from support.exported import GPT2, LLAMA, MOE, byte_text, ours, trained, with_args
 from support.families import deepseek, gpt_oss
 from support.hf_tiny import folder_of, model_of
 from support.saved_runs import a_run, checkpoint, train_all
@@ -31,19 +31,8 @@ from titanlike.config.schema import Config, Model
 from titanlike.data.tokenizer import ByteTokenizer
 from titanlike.driver.checks import _export_problem, problems
 from titanlike.models.hf_config import FAMILIES
-from titanlike.models.registry import build_model, resolve_model
 
 CLOSE = 1e-5
-
-
-def ours(config: Config) -> nn.Module:
-    """The model of a run's checkpoint, in this process."""
-    rows = ShardReader.open("RUN", config.run_dir)
-    model = build_model(resolve_model(config), "cpu")
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            tensor.copy_(rows.whole(MODEL + name))
-    return model.eval()
 
 
 def theirs(folder: Path) -> Any:
@@ -164,7 +153,13 @@ def test_a_model_that_cannot_be_exported_is_refused_before_the_run(tmp_path: Pat
     assert "transformers has no support.models.Own" in str(_export_problem(own))
 
 
-YARN = {"factor": 4.0, "original_max_position_embeddings": 8, "mscale": 1, "mscale_all_dim": 0.5}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1,
+    "mscale_all_dim": 0.5,
+}
 LAYOUTS = cells(
     {"gpt2-pp2": (with_args(GPT2, tie_word_embeddings=True), {"pp": 2})},
     {

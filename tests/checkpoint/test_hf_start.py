@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,13 +128,18 @@ def test_every_size_that_differs_from_the_folder_is_listed(tmp_path: Path) -> No
 
 
 def test_a_folder_with_an_unsupported_feature_is_refused(tmp_path: Path) -> None:
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    scaled = the_folder("llama", tmp_path / "scaled", rope_parameters=rope)
+    scaled = the_folder("llama", tmp_path / "scaled", mlp_bias=True)
+    config = json.loads((scaled / "config.json").read_text())
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config |= {"rope_scaling": rope, "quantization_config": {"quant_method": "fp8"}}
+    (scaled / "config.json").write_text(json.dumps(config))
     text = told(started(tmp_path / "run", Model("llama", LLAMA), scaled))
-    assert "rope_type=linear" in text and f"model.path={scaled}" in text
-    other = the_folder("qwen3", tmp_path / "other")
+    assert f"model.path={scaled}" in text
+    for key in ("rope_type:longrope", "mlp_bias=True", "quantization_config="):
+        assert key in text, text
+    other = the_folder("qwen2", tmp_path / "other")
     text = told(started(tmp_path / "run", Model("llama", LLAMA), other))
-    assert "is a qwen3" in text and f"model=hf model.path={other}" in text
+    assert "is a qwen2" in text and f"model=hf model.path={other}" in text
     text = told(started(tmp_path / "run", Model("llama", LLAMA), tmp_path / "none"))
     assert "no model of transformers" in text
     text = told(started(tmp_path / "run", GPT2, scaled))

@@ -80,7 +80,11 @@ def test_latent_attention_flops_count_its_matmuls(name: str) -> None:
         ({"qk_norm": True}, "model.qk_norm=true: latent attention (kv_lora_rank) has its own"),
         ({"head_dim": 8}, "write model.head_dim=null"),
         ({"qk_rope_head_dim": 7}, "write model.qk_rope_head_dim=8"),
-        ({"rope_scaling": {"factor": 4}}, "write model.rope_scaling={factor:40,original_max_"),
+        ({"rope_scaling": {"factor": 4}}, "write model.rope_scaling={rope_type:yarn,factor:40,"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
+            "needs factor, original_max_position_embeddings;",
+        ),
     ],
 )
 def test_invalid_latent_attention_sizes_are_refused(changes: dict, said: str) -> None:

@@ -22,6 +22,7 @@ KINDS = {theirs.model_type: (ours, theirs) for ours, each in FAMILIES.items() fo
 # what a default would hide
 CHANGES = {
     "llama": {"rms_norm_eps": 1e-2, "rope_parameters": {"rope_type": "default", "rope_theta": 50}},
+    "qwen3": {"rms_norm_eps": 1e-2, "sliding_window": None, "head_dim": 16},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32},
     "mixtral": {"num_hidden_layers": 2, "rms_norm_eps": 1e-2, "sliding_window": None},
     "qwen3_moe": {"num_hidden_layers": 2, "rms_norm_eps": 1e-2, "sliding_window": None}
@@ -34,7 +35,12 @@ CHANGES = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0}
 YARN |= {"original_max_position_embeddings": 8}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MORE = {
+    "llama": {"rope_parameters": LLAMA3, "head_dim": 16},
+    "qwen3": {"rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}},
+    "mixtral": {"rope_parameters": YARN | {"attention_factor": 0.5}},
+    "qwen3_moe": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 4.0}},
     "gpt_oss": {"rope_parameters": YARN | {"truncate": False}, "num_hidden_layers": 3},
     "deepseek_v3": {
         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},

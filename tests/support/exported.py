@@ -6,8 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from support.saved_runs import a_run, train_all
+from titanlike.checkpoint.integrity import MODEL
+from titanlike.checkpoint.reader import ShardReader
 from titanlike.config.schema import Config, Model, TextData
+from titanlike.models.registry import build_model, resolve_model
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": None}
 LLAMA = Model(
@@ -51,3 +57,14 @@ def byte_text(folder: Path) -> TextData:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "text.txt").write_text("def größe():\n\treturn 'é'\n" * 300)
     return TextData(path=str(folder / "text.txt"), cache=str(folder / "cache"))
+
+
+def ours(config: Config) -> nn.Module:
+    """The model of a run's checkpoint, in this process."""
+    rows = ShardReader.open("RUN", config.run_dir)
+    model = build_model(resolve_model(config), "cpu")
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in model.state_dict():  # not the rotary frequencies of transformers
+                tensor.copy_(rows.whole(MODEL + name))
+    return model.eval()

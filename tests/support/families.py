@@ -37,7 +37,7 @@ def deepseek(**changes: Any) -> Model:
 def gpt_oss(**changes: Any) -> Model:
     """Sinks, a window in each second layer, biases, and experts that clamp."""
     attention = {"attention_bias": True, "attention_sinks": True, "sliding_window": 5}
-    scaling = {"factor": 4.0, "original_max_position_embeddings": 8}
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
     routed = {"swiglu_limit": 0.5, "bias_rate": 0.0, "rope_scaling": scaling}
     return moe(**{**attention, **routed, **changes})
 

@@ -207,7 +207,8 @@ def run_identity(config: Config) -> dict[str, Any]:
     the model depend on them. "same" in state.json."""
     sizes = {f"model.{key}": value for key, value in to_plain(config.model).items()}
     # null may become a number, since shapes are compared; a tp plan changes no value
-    for changing in ("vocab_size", "max_seq_len", "n_positions", "tp_plan"):
+    lengths = ("max_seq_len", "n_positions", "max_position_embeddings")
+    for changing in ("vocab_size", "tp_plan", *lengths):
         sizes.pop(f"model.{changing}", None)
     plain = {key: getattr(config, key) for key in ("seed", "batch_size", "seq_len")}
     plain |= {"ramp": to_plain(config.ramp)}

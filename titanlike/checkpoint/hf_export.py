@@ -32,6 +32,7 @@ from titanlike.data.chat import find_template
 from titanlike.data.kinds import DataError, vocabulary
 from titanlike.data.tokenizer import copy_tokenizer, write_tokenizer
 from titanlike.metrics import units
+from titanlike.models.hf_config import exported_config
 from titanlike.models.hf_names import FAMILIES, counterpart
 from titanlike.models.hf_weights import source_of
 from titanlike.models.registry import build_model, complete_arguments
@@ -39,6 +40,7 @@ from titanlike.models.safetensors_folder import DTYPES as SAFETENSORS_DTYPES
 from titanlike.models.safetensors_folder import write_folder
 
 _GENERATION = "generation_config.json"
+_DTYPE = ("dtype", "torch_dtype")  # of transformers 5, and of 4
 _PROGRESS = 5.0  # seconds between lines of progress
 _DESCRIPTION = """\
 Write a checkpoint as a folder that transformers loads with AutoModelForCausalLM.from_pretrained. RUN is
@@ -125,7 +127,8 @@ def export(
         Storage(folder.parent).sync()
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    count = f"{len(sizes)} tensors ({config['dtype']}, {units.size(total)})"
+    kind = next(config[key] for key in _DTYPE if key in config)
+    count = f"{len(sizes)} tensors ({kind}, {units.size(total)})"
     say(f"{folder}: {count} of {rows.folder}; {note}")
 
 
@@ -201,8 +204,10 @@ def plan_export(
                 shapes = [tuple(tensor.get_shape()) for tensor in stored]
                 outputs = [Planned(k, shape, kind) for k, shape in zip(keys, shapes, strict=True)]
                 tensors.append(Exported(name, outputs))
-        built.config.architectures = [type(built).__name__]
-        config = built.config.to_dict()
+        import transformers
+
+        config = exported_config(transformers, built.config, model.args.get("path"))
+        config.setdefault("architectures", [type(built).__name__])
     else:
         raise ValueError(
             f"model.name={model.name}: transformers has no such model, and a folder for it can be "
@@ -212,8 +217,9 @@ def plan_export(
     values: Counter[torch.dtype] = Counter()
     for output in (output for tensor in tensors for output in tensor.outputs):
         values[output.dtype] += prod(output.shape)
-    config["dtype"] = str(values.most_common(1)[0][0]).removeprefix("torch.")
-    return config, tensors
+    kind = str(values.most_common(1)[0][0]).removeprefix("torch.")
+    names = [key for key in _DTYPE if key in config] or _DTYPE
+    return config | dict.fromkeys(names, kind), tensors
 
 
 def _reverted(

@@ -48,7 +48,8 @@ _MOST_OF_ARGUMENT = {  # of a model's constructor, and of a user's own data
     **dict.fromkeys(("num_hidden_layers", "n_layer", "layers"), 2_000),
     **dict.fromkeys(("hidden_size", "n_embd", "dim"), 2**20),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 2**16),
-    **{"intermediate_size": 2**24, "max_seq_len": 2**27, "n_positions": 2**27},
+    "intermediate_size": 2**24,
+    **dict.fromkeys(("max_seq_len", "n_positions", "max_position_embeddings"), 2**27),
     "vocab_size": MAX_VOCAB,
 }
 _MAX_MESHES = 3  # meshes that an error proposes

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from titanlike.models.attention import attention
 from titanlike.models.documents import Mask, attention_inputs
+from titanlike.models.llama import initial_normal
 
 if TYPE_CHECKING:
     from titanlike.models.cache import KeyValueCache
@@ -152,19 +153,10 @@ class Gpt2(nn.Module):
         }
 
     def initial(self, name: str) -> tuple[float, float]:
-        """(mean, standard deviation) of the normal distribution of a parameter's initial values.
-
-        Section 2.3 of the paper: 0.02, and residual projections scaled down by the square root of
-        their number; biases are 0, norms 1.
-        """
-        if name.endswith("bias"):
-            return 0.0, 0.0
-        if ".ln_" in name:
-            return 1.0, 0.0
-        residual = name.endswith("c_proj.weight")
-        return 0.0, 0.02 / (2 * self.depth) ** 0.5 if residual else 0.02
+        """As `CausalLM.initial`, from which it is (section 2.3 of the paper)."""
+        return initial_normal(name, self.depth)
 
     def flops_per_token(self, tokens: int) -> float:
-        """FLOPs of forward and backward per token, see `Llama.flops_per_token`."""
+        """FLOPs of forward and backward per token, see `CausalLM.flops_per_token`."""
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * matrices + 12 * self.depth * self.lm_head.in_features * tokens

@@ -35,7 +35,12 @@ from titanlike.models.documents import (
     sequence_spans,
     takes_documents,
 )
-from titanlike.models.hf_config import needs_eager, routes, settings_of
+from titanlike.models.hf_config import (
+    longest_with_fixed_frequencies,
+    needs_eager,
+    routes,
+    settings_of,
+)
 from titanlike.models.hf_init import ScratchWeights
 from titanlike.models.hf_weights import FolderWeights
 from titanlike.models.safetensors_folder import INDEX, SINGLE, has_weights, other_weights
@@ -123,9 +128,12 @@ class Decoder(nn.Module):
         """folder: where initial weights are stored. Raises ValueError if they do not fit the model."""
         self._folder = folder
         self.max_seq_len = getattr(self.config, "max_position_embeddings", None)
+        module: Any
         for module in self.modules():
             if "RotaryEmbedding" in type(module).__name__:
                 module.register_forward_pre_hook(_without_hidden_state, with_kwargs=True)
+                if longest_with_fixed_frequencies(self.config) is not None:
+                    module.rope_type = "default"  # no longer sequence, for which it reads values
         if folder is not None and next(self.parameters()).is_meta:
             FolderWeights(self, folder).check()
 
@@ -166,7 +174,7 @@ class Decoder(nn.Module):
         return scratch if folder is None else FolderWeights(self, folder, scratch.buffer)
 
     def flops_per_token(self, tokens: int) -> float:
-        """FLOPs of forward and backward per token, see `Llama.flops_per_token`.
+        """FLOPs of forward and backward per token, see `CausalLM.flops_per_token`.
 
         Only the experts that a token is routed to count.
         """

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config.errors import nearest, override_text
+from titanlike.config.files import read_object
+from titanlike.models.hf_names import with_older_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -144,13 +146,6 @@ def _untrainable(
         if value := getattr(settings, key, off):
             text, write = override_text(value), f"model.config.{key}={override_text(off)}"
             problems.append(f"model.config.{key}={text}: {reason}; write {write}")
-    rope = getattr(settings, "rope_parameters", None) or {}
-    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    if any(part.get("rope_type") == "dynamic" for part in ropes):
-        problems.append(
-            "model.config.rope_parameters={rope_type:dynamic}: changes with the length of the "
-            "batch; write model.config.rope_parameters={rope_type:yarn,factor:...}"
-        )
     vocabulary, longest = settings.vocab_size, getattr(settings, "max_position_embeddings", None)
     if vocab_size is not None and vocabulary < vocab_size:
         reason = f"smaller than the {vocab_size} token ids of the data"
@@ -161,12 +156,48 @@ def _untrainable(
             else f"path={path}: its vocabulary of {vocabulary} is {reason}; use the tokenizer of the "
             "same folder"
         )
-    if max_seq_len is not None and longest is not None and longest < max_seq_len:
+    fixed = longest_with_fixed_frequencies(settings)
+    if max_seq_len is not None and fixed is not None and fixed < max_seq_len:
+        problems.append(
+            f"seq_len={max_seq_len}: its rotary frequencies change with the longest sequence of a "
+            f"batch beyond {fixed} tokens; write seq_len={fixed}"
+        )
+    elif max_seq_len is not None and longest is not None and longest < max_seq_len:
         problems.append(
             f"seq_len={max_seq_len}: is longer than the max_position_embeddings={longest} of the "
             f"model; write seq_len={longest} or model.config.max_position_embeddings={max_seq_len}"
         )
     return problems
+
+
+def longest_with_fixed_frequencies(settings: PreTrainedConfig) -> int | None:
+    """Return the tokens beyond which a sequence's length changes rotary frequencies; None = any."""
+    rope = getattr(settings, "rope_parameters", None) or {}
+    lengths = {
+        "dynamic": getattr(settings, "max_position_embeddings", None),
+        "longrope": rope.get("original_max_position_embeddings"),
+    }
+    return lengths.get(rope.get("rope_type", ""))
+
+
+def exported_config(
+    transformers: Any, settings: PreTrainedConfig, path: str | None
+) -> dict[str, Any]:
+    """Return config.json of an export: the keys of the folder that the model is from, with what the
+    user changed, else those that transformers writes; in either case what its version 4 reads."""
+    of_all = transformers.PreTrainedConfig().to_dict()  # keys of the program, not of the model
+    of_model = {key: value for key, value in settings.to_dict().items() if key not in of_all}
+    own = read_object(Path(path) / "config.json") if path is not None else {}
+    if path is None or "text_config" in own:
+        of_model["model_type"] = settings.model_type
+        return with_older_keys(of_model)
+    before = read_config(transformers, path).to_dict()
+    changed = {key: value for key, value in of_model.items() if before.get(key) != value}
+    aliases = settings.attribute_map.items()
+    own |= changed | {
+        alias: changed[key] for alias, key in aliases if alias in own and key in changed
+    }
+    return with_older_keys(own) if "rope_parameters" in own else own
 
 
 def _line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from titanlike.models.attention import attention
 from titanlike.models.documents import Mask
 from titanlike.models.llama import RMSNorm, rotate
-from titanlike.models.yarn import Yarn
+from titanlike.models.rope_scaling import RopeScaling
 
 if TYPE_CHECKING:
     from titanlike.models.cache import KeyValueCache
@@ -42,12 +42,12 @@ class LatentAttention(nn.Module):
 
     window = None
 
-    def __init__(self, hidden_size: int, heads: int, sizes: Latent, yarn: Yarn | None):
+    def __init__(self, hidden_size: int, heads: int, sizes: Latent, scaling: RopeScaling | None):
         super().__init__()
         self.sizes = sizes
         self.key_width = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
         self.widths = heads * self.key_width, heads * sizes.v_head_dim
-        self.scale = self.key_width**-0.5 * (1.0 if yarn is None else yarn.of_scores)
+        self.scale = self.key_width**-0.5 * (1.0 if scaling is None else scaling.of_scores)
         if sizes.q_lora_rank is None:
             self.q_proj = nn.Linear(hidden_size, self.widths[0], bias=False)
         else:

@@ -8,7 +8,7 @@ F intermediate_size, V vocab_size. The model contains no parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from titanlike.models.attention import attention
 from titanlike.models.documents import Mask, attention_inputs, within_window
+from titanlike.models.rope_scaling import RopeScaling, scaling_of
 
 if TYPE_CHECKING:
     from titanlike.models.cache import KeyValueCache
-    from titanlike.models.yarn import Yarn
 
 
 class RMSNorm(nn.Module):
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(
-    positions: Tensor, head_dim: int, theta: float, yarn: Yarn | None = None
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> Tensor:
     """cos and sin of position * frequency (arXiv 2104.09864): [..., T] -> fp32 [2, ..., T, E/2].
 
@@ -45,14 +45,14 @@ def rotary_table(
     """
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     frequency = theta**-exponent  # [E/2]
-    if yarn is not None:
-        frequency = yarn.frequencies(frequency, theta)
+    if scaling is not None:
+        frequency = scaling.frequencies(frequency, theta)
     angle = positions.float().unsqueeze(-1) * frequency  # [..., T, E/2]
     table = torch.stack([angle.cos(), angle.sin()])
-    return table if yarn is None else table * yarn.of_table
+    return table if scaling is None else table * scaling.of_table
 
 
-Rotary = tuple[int, float, "Yarn | None"]  # arguments of `rotary_table` after positions
+Rotary = tuple[int, float, RopeScaling | None]  # arguments of `rotary_table` after positions
 
 
 def rotate(table: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
@@ -264,14 +264,12 @@ class NextTokens(nn.Module):
         return torch.cat(outputs, 1)
 
 
-class Llama(nn.Module):
+class CausalLM(nn.Module):
     """Token ids [B, T] -> logits [B, T, V]; in training [B, (1 + P) * T, V].
 
-    tie_word_embeddings: the head uses the embedding's weight. P = num_nextn_predict_layers: so many
-    tokens after the next one are predicted, in training only; the p-th's logits follow those of the
-    one before, for all T positions. Their loss: `loss.mtp_weight`.
-
-    Raises ValueError with one argument per problem if sizes do not fit each other.
+    P = num_nextn_predict_layers: so many tokens after the next one are predicted, in training only;
+    the p-th's logits follow those of the one before, for all T positions. Their loss:
+    `loss.mtp_weight`.
     """
 
     by_documents = False  # whether its attention needs `Documents`
@@ -280,38 +278,24 @@ class Llama(nn.Module):
 
     def __init__(
         self,
-        *,
         vocab_size: int,
-        hidden_size: int = 128,
-        intermediate_size: int = 352,
-        num_hidden_layers: int = 4,
-        num_attention_heads: int = 4,
-        num_key_value_heads: int = 2,
-        num_nextn_predict_layers: int = 0,
-        rope_theta: float = 10000.0,
-        rms_norm_eps: float = 1e-5,
-        tie_word_embeddings: bool = False,
+        hidden_size: int,
+        depth: int,
+        longest: int | None,
+        blocks: Iterator[Block],
+        norm_eps: float,
+        rotary: Rotary,
+        tied: bool,
     ):
-        heads, kv_heads = num_attention_heads, num_key_value_heads
-        if problems := attention_problems(hidden_size, heads, kv_heads):
-            raise ValueError(*problems)
-        blocks = (
-            Block(
-                hidden_size,
-                Attention(hidden_size, heads, kv_heads),
-                MLP(hidden_size, intermediate_size),
-                rms_norm_eps,
-            )
-            for _ in range(num_hidden_layers + max(0, num_nextn_predict_layers))
-        )
+        """longest: tokens of the longest sequence, None = any; blocks: the first `depth` of them
+        are the decoder's, and each further one predicts a token more; tied: the head uses the
+        embedding's weight."""
         super().__init__()
-        self.rotary: Rotary = hidden_size // num_attention_heads, rope_theta, None
-        self.depth = num_hidden_layers
-        first = islice(blocks, num_hidden_layers)
-        self.model = Decoder(vocab_size, hidden_size, first, rms_norm_eps)
-        self.mtp = NextTokens(hidden_size, blocks, rms_norm_eps)
+        self.rotary, self.depth, self.max_seq_len = rotary, depth, longest
+        self.model = Decoder(vocab_size, hidden_size, islice(blocks, depth), norm_eps)
+        self.mtp = NextTokens(hidden_size, blocks, norm_eps)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
-        if tie_word_embeddings:
+        if tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
@@ -357,17 +341,8 @@ class Llama(nn.Module):
         }
 
     def initial(self, name: str) -> tuple[float, float]:
-        """(mean, standard deviation) of the normal distribution of a parameter's initial values.
-
-        Projections that write into the residual stream are scaled down by the square root of their
-        number (Radford et al. 2019, section 2.3).
-        """
-        if "norm" in name:
-            return 1.0, 0.0
-        if name.endswith("bias"):
-            return 0.0, 0.0
-        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return 0.0, 0.02 / (2 * self.depth) ** 0.5 if residual else 0.02
+        """(mean, standard deviation) of the normal distribution of a parameter's initial values."""
+        return initial_normal(name, self.depth)
 
     def flops_per_token(self, tokens: int) -> float:
         """FLOPs of forward and backward per token, in sequences of `tokens`; of the whole model.
@@ -381,6 +356,64 @@ class Llama(nn.Module):
         layers: list[Any] = [m.self_attn for m in self.modules() if isinstance(m, Block)]
         attended = sum(sum(a.widths) * min(tokens, a.window or tokens) for a in layers)
         return 6 * (matrices + attended)
+
+
+class Llama(CausalLM):
+    """Token ids [B, T] -> logits [B, T, V], see `CausalLM`.
+
+    qk_norm: norms of each head's query and key, as in Qwen3. rope_scaling: see `rope_scaling.py`.
+    max_position_embeddings: tokens of the longest sequence, null = any. tie_word_embeddings: the
+    head uses the embedding's weight.
+
+    Raises ValueError with one argument per problem if sizes do not fit each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        hidden_size: int = 128,
+        intermediate_size: int = 352,
+        num_hidden_layers: int = 4,
+        num_attention_heads: int = 4,
+        num_key_value_heads: int = 2,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        num_nextn_predict_layers: int = 0,
+        max_position_embeddings: int | None = None,
+        rope_theta: float = 10000.0,
+        rope_scaling: dict[str, Any] | None = None,
+        rms_norm_eps: float = 1e-5,
+        tie_word_embeddings: bool = False,
+    ):
+        heads, kv_heads = num_attention_heads, num_key_value_heads
+        if problems := attention_problems(hidden_size, heads, kv_heads, head_dim):
+            raise ValueError(*problems)
+        qk_norm_eps = rms_norm_eps if qk_norm else None
+        blocks = (
+            Block(
+                hidden_size,
+                Attention(hidden_size, heads, kv_heads, head_dim, qk_norm_eps),
+                MLP(hidden_size, intermediate_size),
+                rms_norm_eps,
+            )
+            for _ in range(num_hidden_layers + max(0, num_nextn_predict_layers))
+        )
+        rotary = head_dim or hidden_size // heads, rope_theta, scaling_of(rope_scaling)
+        sizes = vocab_size, hidden_size, num_hidden_layers, max_position_embeddings
+        super().__init__(*sizes, blocks, rms_norm_eps, rotary, tie_word_embeddings)
+
+
+def initial_normal(name: str, depth: int) -> tuple[float, float]:
+    """Return (mean, standard deviation): biases are 0, norms 1, and projections that write into the
+    residual stream are scaled down by the square root of their number (Radford et al. 2019,
+    section 2.3)."""
+    if name.endswith("bias"):
+        return 0.0, 0.0
+    if "norm" in name or ".ln_" in name:
+        return 1.0, 0.0
+    residual = name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight"))
+    return 0.0, 0.02 / (2 * depth) ** 0.5 if residual else 0.02
 
 
 def attention_problems(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +24,10 @@ from titanlike.models.llama import (
     MLP,
     Attention,
     Block,
-    Decoder,
-    Llama,
-    NextTokens,
+    CausalLM,
     attention_problems,
 )
-from titanlike.models.yarn import yarn_of
+from titanlike.models.rope_scaling import scaling_of
 
 _MAY_BE_ZERO = (
     *("n_shared_experts", "first_k_dense_replace"),
@@ -165,15 +162,15 @@ class RoutedMLP(nn.Module):
             self.load.copy_(load if skip is None else torch.where(skip > 0, self.load, load))
 
 
-class Moe(Llama):
+class Moe(CausalLM):
     """Token ids [B, T] -> logits [B, T, V].
 
     The first first_k_dense_replace blocks have one MLP of intermediate_size; n_shared_experts:
     width of the MLP for all tokens, in moe_intermediate_size. kv_lora_rank: of latent attention,
-    which has the sizes after it (`Latent`) and not num_key_value_heads and head_dim. rope_scaling:
-    see `Yarn`. sliding_window: of all layers except each sliding_window_pattern-th.
-    attention_sinks: see `attention`. swiglu_limit: see `BiasedExperts`. The others: see `Llama` and
-    `Routing`.
+    which has the sizes after it (`Latent`) and not num_key_value_heads and head_dim. rope_scaling,
+    max_position_embeddings, tie_word_embeddings: see `Llama`. sliding_window: of all layers except each sliding_window_pattern-th.
+    attention_sinks: see `attention`. swiglu_limit: see `BiasedExperts`. The others: see `CausalLM`
+    and `Routing`.
 
     Raises ValueError with one argument per problem if sizes do not fit each other.
     """
@@ -216,6 +213,7 @@ class Moe(Llama):
         balance_loss: float = 0.0,
         z_loss: float = 0.0,
         num_nextn_predict_layers: int = 0,
+        max_position_embeddings: int | None = None,
         rope_theta: float = 10000.0,
         rope_scaling: dict[str, Any] | None = None,
         rms_norm_eps: float = 1e-5,
@@ -234,7 +232,7 @@ class Moe(Llama):
         )
         heads, kv_heads = num_attention_heads, num_key_value_heads
         dense, depth = first_k_dense_replace, num_hidden_layers
-        yarn = yarn_of(rope_scaling)
+        scaling = scaling_of(rope_scaling)
         latent_attention: Callable[[], nn.Module] | None = None
         if kv_lora_rank is not None:
             from titanlike.models.latent_attention import Latent, LatentAttention, latent_problems
@@ -243,7 +241,7 @@ class Moe(Llama):
             latent = Latent(q_lora_rank, kv_lora_rank, nope, rope, v_head_dim, rope_interleave)
             problems = latent_problems(latent, qk_norm, head_dim)
             head_dim = rope
-            latent_attention = partial(LatentAttention, hidden_size, heads, latent, yarn)
+            latent_attention = partial(LatentAttention, hidden_size, heads, latent, scaling)
         else:
             problems = attention_problems(hidden_size, heads, kv_heads, head_dim)
         problems += _routing_problems(routing, num_local_experts, dense, depth, n_shared_experts)
@@ -268,16 +266,11 @@ class Moe(Llama):
                     mlp = RoutedMLP(hidden_size, experts, width, shared, routing, swiglu_limit)
                 yield Block(hidden_size, attention, mlp, rms_norm_eps)
 
-        nn.Module.__init__(self)  # of Llama's blocks none is wanted
-        self.rotary = head_dim or hidden_size // heads, rope_theta, yarn
-        self.depth, self.dense, self.routing = depth, dense, routing
+        rotary = head_dim or hidden_size // heads, rope_theta, scaling
+        sizes = vocab_size, hidden_size, depth, max_position_embeddings
+        super().__init__(*sizes, blocks(), rms_norm_eps, rotary, tie_word_embeddings)
+        self.dense, self.routing = dense, routing
         self.by_documents = attention_sinks or sliding_window is not None
-        made = blocks()
-        self.model = Decoder(vocab_size, hidden_size, islice(made, depth), rms_norm_eps)
-        self.mtp = NextTokens(hidden_size, made, rms_norm_eps)
-        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
-        if tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
 
     def tp_plan(self) -> dict[str, Any]:
         """The tensor-parallel plan, see `parallel/tp/plan.py`: attention and dense layers are
@@ -291,11 +284,11 @@ class Moe(Llama):
         return plan
 
     def initial(self, name: str) -> tuple[float, float]:
-        """As `Llama.initial`; an expert's projections are like a dense MLP's."""
+        """As `CausalLM.initial`; an expert's projections are like a dense MLP's."""
         return super().initial(name if name.endswith(("weight", "bias")) else f"{name}.weight")
 
     def flops_per_token(self, tokens: int) -> float:
-        """As `Llama.flops_per_token`; only a token's experts count."""
+        """As `CausalLM.flops_per_token`; only a token's experts count."""
         routed = [p for m in self.modules() if isinstance(m, Experts) for p in m.parameters()]
         matrices = sum(p.numel() // len(p) for p in routed if p.dim() == 3)
         active = matrices * self.routing.num_experts_per_tok

@@ -57,7 +57,8 @@ def model_problems(model: nn.Module, config: Config) -> list[Problem]:
         wrong("model.name", config.model.name, reason, fix)
     longest = getattr(model, "max_seq_len", None)
     if longest is not None and longest < config.seq_len:
-        key = next((key for key in LENGTHS if key in config.model.args), LENGTHS[0])
+        keys = (*LENGTHS, "max_position_embeddings")
+        key = next((key for key in keys if key in config.model.args), LENGTHS[0])
         fix = f"seq_len={longest} or model.{key}={config.seq_len}"
         reason = f"is longer than the model's {key}={longest}"
         wrong("seq_len", config.seq_len, reason, fix)
