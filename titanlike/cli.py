@@ -205,8 +205,8 @@ def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked
     from titanlike.launch.environment import RestartState, adopt_slurm, check_launcher, is_restart
     from titanlike.launch.signals import die_with_parent
 
-    adopt_slurm()
     try:
+        adopt_slurm()
         # job scripts check before the ranks start: WORLD_SIZE without RANK
         before_ranks = "--check" in sys.argv[1:] and "RANK" not in os.environ
         check_launcher(before_ranks)

@@ -149,7 +149,12 @@ def test_a_custom_model_is_imported_only_with_consent(
 
 
 @pytest.mark.slow
-def test_a_run_with_a_custom_model_is_evaluated_with_consent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_a_run_with_a_custom_model_is_evaluated_with_consent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Who has launched it need not repeat it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state") if known else "/dev/null")
     (tmp_path / "theirs.py").write_text("from titanlike.models.llama import Llama as Model\n")
     words = [*TINY, "steps=1", "data=synthetic", "checkpoint.last=true", "run_dir=run"]
     own = ["model=own", "model.name=theirs.Model", "+model.vocab_size=null"]
@@ -160,7 +165,8 @@ def test_a_run_with_a_custom_model_is_evaluated_with_consent(tmp_path: Path) -> 
     tool = str(SCRIPTS / "titanlike")
     done = command("evaluate", "run", cwd=tmp_path, tool=tool)
     assert done.returncode == 2 and "imports theirs.Model (model.name), " in done.stderr
-    words = ["evaluate", "run", "--trust-code"]
+    assert ("--trust-code" in done.stderr) != known
+    words = ["evaluate", "run", *([] if known else ["--trust-code"])]
     done = command(*words, cwd=tmp_path, tool=tool)
     assert done.returncode == 2 and "write evaluate.batches=100" in done.stderr  # random tokens
     done = command(*words, "evaluate.batches=1", cwd=tmp_path, tool=tool)

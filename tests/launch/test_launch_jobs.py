@@ -297,6 +297,29 @@ def test_a_signal_that_arrives_again_is_no_second_one(
         assert worker.is_futile(), "a peer that has failed never reaches the step's end"
 
 
+def test_a_clock_that_is_set_does_not_end_a_run_with_max_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = SimpleNamespace(wall=1e9, monotonic=50.0)
+    clock = SimpleNamespace(monotonic=lambda: now.monotonic, time=lambda: now.wall)
+    monkeypatch.setattr(signals, "time", clock)
+    stop = StopRequest()
+    for wall in (1e9 + 3600, 1e9 - 1e8):
+        now.wall = wall
+        assert stop.code(max_time=600) == 0
+    now.monotonic += 600
+    assert stop.code(max_time=600) == signals.MAX_TIME
+
+
+def test_a_full_disk_at_the_start_is_one_line(tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))"
+    words = [*TINY, f"run_dir={tmp_path}/run"]
+    start = f"{limit}; from titanlike.cli import main; main('train')"
+    done = run(["-c", start, *words], tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith("a file of the run could not be written")
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
 @pytest.mark.parametrize("work_left", [300, 0])
 def test_a_signal_while_an_object_is_deleted_is_not_lost(tmp_path: Path, work_left: int) -> None:
     """Python ignores what a finalizer raises, and prints "Exception ignored in"."""

@@ -126,6 +126,24 @@ def test_a_second_launch_waits_for_every_rank_of_the_first(
             assert clock.polls == 0
 
 
+def test_of_two_launches_at_the_same_moment_the_newer_one_waits_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither has seen a launch before itself."""
+    first = RunDirOwner(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirOwner, "_read", lambda _: None)
+        second = RunDirOwner(tmp_path)
+    with contextlib.ExitStack() as rank:
+        rank.enter_context(lock_as_rank(tmp_path))  # of the first
+        clock = Clock(lambda polls: rank.close() if polls == 7 else None)
+        monkeypatch.setattr(run_dir_lock, "time", clock)
+        with second.wait(20, print):
+            assert clock.polls == 7
+            with pytest.raises(TakenOver):
+                first.check()
+
+
 def test_the_loser_of_two_claims_is_told_the_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

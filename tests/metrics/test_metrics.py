@@ -30,11 +30,14 @@ from titanlike.metrics.sinks import JsonlSink, read_jsonl
 from titanlike.metrics.tensorboard_sink import TensorBoardSink, tensorboard_problem
 
 COMMAND = f"W&B offline: wandb sync /home/{'somebody/' * 20}run /home/somebody/run"
+PLACE = "/home/somebody/experiments/a-first-one/run-2026"
+END = f"training complete: val loss 1.8932, checkpoint at step 300, output in {PLACE}"
 RUN = f"""
 from titanlike.metrics.console import Console
 console = Console(steps=44, log_every=10)
 console.start_at(4)
 path = "/home/somebody/" + "very/" * 30 + "deep/run"
+console.text({END!r})
 console.table("Run", (), [("mesh", "pp=2 dp=2"), ("written to", path)])
 console.fields([("data", "word " * 50), ("", {COMMAND!r})])
 console.table(
@@ -117,6 +120,9 @@ def test_a_terminal_has_a_bar_and_no_line_wider_than_itself(columns):
     assert len(steps) == 7
     assert all("loss 3.2145" in line and "9.1k tok/s" in line for line in steps)
     assert "val 3.3000" in steps[2]
+    assert [line.rstrip() for line in drawn if PLACE in line] == [
+        f"  {PLACE}" if columns == 80 else END  # a path is whole
+    ]
     (path,) = (line for line in drawn if "written to" in line)
     assert "/home/somebody/" in path
     assert path.rstrip().endswith("deep/run")

@@ -140,5 +140,5 @@ def test_a_layout_too_large_for_one_process_is_skipped_with_a_reason(tmp_path: P
     note = first_start._not_verified(tiny(dp=2), long)
     assert (
         note.startswith("this layout is not verified against one process (one process")
-        and " verify`" in note
+        and "tools/verify.py` with the same overrides" in note
     )

@@ -68,13 +68,17 @@ def train_program() -> list[str]:
 
 
 def tool_program(name: str) -> list[str]:
-    """Return the words that start a tool: `titanlike checkpoint`, `python tools/checkpoint.py`."""
+    """Return the words that start a tool or job: `titanlike checkpoint`, `python
+    tools/checkpoint.py`."""
     words = train_program()
     last = Path(words[-1])
-    if last.name == "train.py":
-        return [*words[:-1], str(last.parent / "tools" / f"{name}.py")]
-    if last.suffix == ".py":  # a user's own program
-        return ["titanlike", name]
+    if last.name == "train.py" and (script := last.parent / "tools" / f"{name}.py").exists():
+        return [*words[:-1], str(script)]
+    if last.suffix == ".py":  # a user's own program, or a copy of train.py alone
+        return [
+            *(["titanlike"] if shutil.which("titanlike") else ["python", "-m", "titanlike"]),
+            name,
+        ]
     return [*(words[:-1] if words[-1] == "train" else words), name]
 
 

@@ -2,11 +2,13 @@
 
 `read_run` parses config.yaml as YAML, without Hydra and interpolations: the keys of its model, data
 and layout. `named_outside` finds code, and files outside of the run, that these name. Nothing of it
-is imported or opened unless the user names it, too, or passes --trust-code (`Consent`).
+is imported or opened unless the user names it, too, has launched the run (`known_runs`), or passes
+--trust-code (`Consent`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from titanlike.config import known_runs
 from titanlike.config.errors import as_override
 from titanlike.config.files import open_regular
 from titanlike.config.imports import imports_line, named_code
@@ -139,18 +142,20 @@ class Consent:
 
     def check(self, place: object, named: Mapping[str, Any]) -> None:
         """Print what is imported, if trusted. Raises ValueError, with the line to type, for what
-        the user has not named.
+        the user has neither named nor launched.
 
         named: from `named_outside`; place: the file that names it.
         """
         given = {key_of(word) for word in self.words}
         left = {k: v for k, v in named.items() if not given & {k, k.partition(".")[0]}}
+        own = left if self.trusted or not left else _launched(Path(str(place)))
+        allowed = {k: v for k, v in left.items() if own.get(k) == v}
+        for line in (imports_line(str(v), k) for k, v in allowed.items() if k.endswith(".name")):
+            print(line, file=sys.stderr)
+        left = {k: v for k, v in left.items() if k not in allowed}
         imported = [imports_line(str(v), k) for k, v in left.items() if k.endswith(".name")]
         files = [as_override(k, v) for k, v in left.items() if not k.endswith(".name")]
-        if self.trusted:
-            for line in imported:
-                print(line, file=sys.stderr)
-        elif imported or (files and not self.files):
+        if imported or (files and not self.files):
             more = ["--trust-code"] if imported else files
             trust = "" if imported else ", or add --trust-code"
             raise ValueError(
@@ -158,6 +163,25 @@ class Consent:
                 f"{'; '.join([*imported, *files])}. If you trust it, write "
                 f"{' '.join([shlex.join([*program(), *self.line]), *more])}{trust}"
             )
+
+
+def note_launch(run: Path) -> None:
+    """Note that this user launches a run, if its config names something outside of it. Without
+    effect where that cannot be written."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        if named := named_outside(read_run(run), run):
+            known_runs.note(run, named)
+
+
+def _launched(place: Path) -> dict[str, Any]:
+    """Return what the config of the run of a file or checkpoint names outside of it, if this user
+    has launched it so; else {}."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        for run in place.absolute().parents[:2]:
+            if (run / "config.yaml").is_file():
+                named = named_outside(read_run(run), run)
+                return named if known_runs.is_noted(run, named, place) else {}
+    return {}
 
 
 def is_inside(texts: Iterable[str], root: str | Path) -> bool:

@@ -88,6 +88,7 @@ class Task:
         self.sweep_run: SweepRun | None = None  # only for a sweep
         self.checked: CheckedOverrides | None = None  # only for a command that launches something
         self.end: JobEnd | None = None  # only for a single run
+        self.error: Exception | None = None  # Hydra would print its own line above its text
         self._pid = os.getpid()
 
     def __call__(self, composed: DictConfig) -> float | None:
@@ -100,8 +101,11 @@ class Task:
             assert self.checked is not None and self.checked.config is not None
             self.runner.restart_state.set_default("hydra.run.dir", str(run_dir))
             self.runner.restart_state.set_default("started", str(time.time()))
-            self.end = self.runner.run(self.checked.config, [], run_dir, overrides)
-            return self.end.value
+            try:
+                self.end = self.runner.run(self.checked.config, [], run_dir, overrides)
+            except Exception as error:
+                self.error = error
+            return self.end.value if self.end else None
         _, config, problems = parsed(composed)
         overrides = self.sweep_run.register(overrides, hydra.job.num, run_dir)
         name = self.sweep_run.group, self.sweep_run.job_name(overrides)
@@ -154,6 +158,12 @@ def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
     runner = task.runner = replace(runner, environment=checked.environment)
     for line in checked.notes if not runner.checked else ():  # before user code is imported
         print(printable(redact(line)), flush=True)
+    starts = checked.config is not None and not (checked.problems or checked.multirun)
+    if starts and sys.stdout.isatty() and not runner.checked:  # what follows takes seconds
+        assert checked.config is not None
+        count, device = checked.config.world_size, checked.config.device
+        where = "" if device == "auto" else f" on {device}"
+        print(f"{count} rank{'s' * (count > 1)}{where}, importing torch ...", flush=True)
     try:
         problems = _problems(args, checked, runner)
         if checked.multirun and not problems:
@@ -243,6 +253,8 @@ def _run(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
         shown = io.StringIO()  # captured, since a config may contain secrets
         with contextlib.redirect_stdout(shown) if args.cfg else contextlib.nullcontext():
             _call_hydra(args, task, task.checked)
+        if task.error is not None:
+            raise task.error
         print(redact(shown.getvalue()), end="")
         code = task.end.code if task.end is not None else 0
     except SystemExit as end:

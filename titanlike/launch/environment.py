@@ -12,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 from titanlike.config import files
@@ -125,20 +125,28 @@ def adopt_slurm() -> None:
     """Set RANK, WORLD_SIZE and so on if `srun` launched one process per rank.
 
     MASTER_ADDR and MASTER_PORT default to the step's first node and a port derived from the ids of
-    job and step, equal on all ranks. (Each task of a job array has its own job id.)
+    job and step, equal on all ranks. (Each task of a job array has its own job id.) Raises
+    ConfigError where variables of srun are missing, as in a container that does not get them.
     """
     env = os.environ
-    if "RANK" in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
+    if "RANK" in env or env.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return
+    try:
+        _adopt_step(env)
+    except KeyError as missing:
+        reason = "is not set, while SLURM_STEP_NUM_TASKS is"
+        fix = "pass all SLURM_* variables to the container, or unset SLURM_STEP_NUM_TASKS"
+        raise ConfigError([Problem(str(missing.args[0]), "", reason, fix)]) from None
+    except ValueError as error:
+        raise ConfigError([Problem("SLURM_*", "", str(error), "start by srun anew")]) from None
+
+
+def _adopt_step(env: MutableMapping[str, str]) -> None:
     tasks = tasks_of_nodes(env["SLURM_STEP_TASKS_PER_NODE"])
     if "MASTER_ADDR" not in env:
-        host = _scontrol("show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError:  # unknown to DNS: use its address
-            address = re.search(r" NodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", host))
-            host = address[1] if address else host
-        env["MASTER_ADDR"] = host
+        env["MASTER_ADDR"] = (
+            "localhost" if len(tasks) == 1 else _address(env["SLURM_STEP_NODELIST"])
+        )
     if "MASTER_PORT" not in env:
         number = int(env["SLURM_JOB_ID"]) * _STEPS + int(env["SLURM_STEP_ID"])
         env["MASTER_PORT"] = str(_PORTS[number % len(_PORTS)])
@@ -161,9 +169,22 @@ def tasks_of_nodes(text: str) -> list[int]:
     return tasks
 
 
-def _scontrol(*arguments: str) -> str:
-    command = ["scontrol", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+def _address(nodes: str) -> str:
+    """The name of the first of SLURM's nodes ("n[07-09],m3" begins with n07), or its address if the
+    name does not resolve."""
+    host = re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).split(",")[0]
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:  # unknown to DNS
+        command = ["scontrol", "--oneliner", "show", "node", host]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # not in this container
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+            if address := re.search(r" NodeAddr=(\S+)", done.stdout):
+                return address[1]
+        reason = f"the first node, {host}, does not resolve, and scontrol gives no address of it"
+        fix = f"export MASTER_ADDR=ADDRESS of {host}"
+        raise ConfigError([Problem("SLURM_STEP_NODELIST", nodes, reason, fix)]) from None
+    return host
 
 
 class RestartState:

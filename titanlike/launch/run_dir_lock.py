@@ -67,7 +67,8 @@ class RunDirOwner:
         Gives up after `patience` seconds: the earlier launch writes no more checkpoints in any
         case. Raises TakenOver if a later launch arrives meanwhile.
         """
-        here = self._earlier is not None and self._earlier.get("host") == socket.gethostname()
+        # None = there was none a moment ago: who holds the lock is being launched, too
+        here = self._earlier is None or self._earlier.get("host") == socket.gethostname()
         deadline = time.monotonic() + (patience if here else 0)
         lock = _open_lock(self._run_dir / _RANKS_LOCK)
         # changing exclusive to shared is not atomic: a later launch may take over in between

@@ -52,6 +52,7 @@ class StopRequest:
         """answer: printed when a signal is deferred."""
         self._answer = answer
         self.started = time.time()  # when the job started; restarts do not reset it
+        self._clock = self.started - time.monotonic()  # the system's clock may be set meanwhile
         # whether a different rank of the job has failed
         self.peer_failed: Callable[[], bool] = lambda: False
         self._folder = folder
@@ -121,7 +122,8 @@ class StopRequest:
             return self._signum
         if self._folder is not None and (path := self._folder / "stop_code").exists():
             return int(path.read_text(encoding="utf-8"))
-        timed_out = max_time is not None and time.time() - self.started >= max_time
+        now = self._clock + time.monotonic()
+        timed_out = max_time is not None and now - self.started >= max_time
         return MAX_TIME if timed_out else 0
 
     def is_futile(self) -> bool:

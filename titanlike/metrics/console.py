@@ -81,17 +81,25 @@ class Console:
         tqdm.write(text, file=self._stream)
         self._stream.flush()
 
+    def text(self, text: str, indent: int = 2, label: str = "") -> None:
+        """Print a text, wrapped and indented, in a log only with a label. Paths are not broken, so
+        that they can be copied."""
+        wrapper = textwrap.TextWrapper(max(indent + 20, self._width()))
+        wrapper.break_long_words = wrapper.break_on_hyphens = False
+        wrapper.initial_indent, wrapper.subsequent_indent = label, " " * indent
+        for line in wrapper.wrap(text) if label or self._terminal else [text]:
+            self.line(line)
+
     def fields(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print labels and texts. Long texts are wrapped and indented, except those without a
         label, which may be commands to copy."""
         indent = 4 + max(len(label) for label, _ in rows)
-        wrapper = textwrap.TextWrapper(max(indent + 20, self._width()))
-        wrapper.break_long_words = wrapper.break_on_hyphens = False  # paths can be copied
-        wrapper.subsequent_indent = " " * indent
         for label, text in rows:
-            wrapper.initial_indent = first = f"  {label}".ljust(indent)
-            for line in wrapper.wrap(text) if label else [first + text]:
-                self.line(line)
+            first = f"  {label}".ljust(indent)
+            if label:
+                self.text(text, indent, first)
+            else:
+                self.line(first + text)
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Print aligned columns that fit the terminal; without headers, only the rows.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import sys
 import sysconfig
 import threading
@@ -27,7 +28,7 @@ from titanlike.config import files
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.imports import import_object, outside_code
 from titanlike.config.parse import to_plain
-from titanlike.config.program import program
+from titanlike.config.program import tool_program
 from titanlike.config.schema import Config, Precision
 from titanlike.device.accelerator import is_accelerator
 from titanlike.device.choose import choose_device
@@ -149,7 +150,7 @@ def _say(worker: Worker, note: str) -> None:
 
 
 def _not_verified(config: Config, reason: str) -> str:
-    command = " ".join([program()[0], "verify"])
+    command = shlex.join(tool_program("verify"))
     return (
         f"this layout is not verified against one process ({reason}); `{command}` with the same "
         "overrides does"

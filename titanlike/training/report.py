@@ -147,7 +147,7 @@ def closing(session: Session, start: int) -> None:
     if start >= progress.step and not stopped:
         end = f"steps={config.steps}" if last == config.steps else f"max_tokens={config.max_tokens}"
         end = end if session.last == last else "the data have ended"
-        console.line(f"nothing to do: the run is at step {start}, and {end}")
+        console.text(f"nothing to do: the run is at step {start}, and {end}")
     more = [*train_program(), "--config-path", str(run_dir)]
     if not stopped and progress.step < last:
         more.append("data.repeat=true")
@@ -164,9 +164,9 @@ def closing(session: Session, start: int) -> None:
     checkpoint = f"checkpoint at step {saved}, " if saved else ""
     end = f"stopped at step {progress.step} ({stopped})" if stopped else "training complete"
     end += f", the data end at step {session.last}" * (session.last < last)
-    console.line(f"{end}: {loss}{checkpoint}output in {run_dir}")
+    console.text(f"{end}: {loss}{checkpoint}output in {run_dir}")
     if share := goodput_text(goodput(run_dir, time.time())):
-        console.line(f"goodput: {share}")
+        console.text(f"goodput: {share}")
     for sink in session.sinks[1:]:
         console.line(sink.location)
     console.line(f"{'resume' if stopped else 'continue'} with: {shlex.join(more)}")

@@ -205,8 +205,11 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
             if worker.rank > 0:
                 worker.resources.enter_context(lock_as_rank(worker.run_dir))
             else:
+                from titanlike.config.received import note_launch
+
                 plain = to_plain(config)
                 write_config(config, worker.run_dir)  # only now, as a launch may be refused
+                note_launch(worker.run_dir)
                 step, overrides = progress.step, worker.overrides
                 stages = layout(config, run.plan, mesh, data.description)
                 began = worker.stop_request.started
