@@ -163,6 +163,19 @@ def test_the_readme_stays_short_and_nothing_is_left_to_be_filled_in() -> None:
     assert not [page for page, text in PAGES.items() if "@@" in text]
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_every_table_has_a_header_and_rows_of_its_width(page: str) -> None:
+    lines = BLOCKS.sub("", PAGES[page]).splitlines()
+    width = 0
+    for above, line, below in zip(["", *lines], lines, [*lines[1:], ""], strict=False):
+        if line.startswith("|"):
+            columns = len(re.findall(r"(?<!\\)\|", line))
+            if not above.startswith("|"):
+                assert re.fullmatch(r"[|:\- ]+", below), f"a table begins without a header: {line}"
+                width = columns
+            assert columns == width, line
+
+
 def test_generated_tables_match_the_code() -> None:
     """If not: python docs/generate.py"""
     for page, text in PAGES.items():

@@ -18,7 +18,9 @@ import yaml
 from titanlike.config.files import open_regular
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 
-ADDED = ("model.", "data.changed=")  # data.changed: not in the config file of a user's data
+# data.changed: not in the config file of a user's data
+ADDED = ("model.", "data.changed=", "validation.data.")
+_OPEN = (*(f"{group}." for group in OPEN_GROUPS), "validation.data.")
 SHORT = {"timeline": "timeline.enabled"}
 # groups that a run's directory can be given to, and the key that it sets
 _OF_RUNS = {"hardware": "hardware.path", "split.cost": "split.run"}
@@ -40,16 +42,14 @@ def in_full(override: str) -> list[str]:
 
 
 def to_hydra(override: str) -> str:
-    """Prefix an override of a user's argument with ++, so that Hydra adds its key; return others
-    unchanged."""
-    group, dot, _ = override.partition("=")[0].partition(".")
-    return f"++{override}" if dot and group in OPEN_GROUPS else override
+    """Prefix an override of a user's argument, or of a validation set's key, with ++, so that Hydra
+    adds its key; return others unchanged."""
+    return f"++{override}" if override.startswith(_OPEN) else override
 
 
 def from_hydra(override: str) -> str:
     """Undo `to_hydra`."""
-    group = key_of(override).partition(".")[0]
-    return override.removeprefix("++") if group in OPEN_GROUPS else override
+    return override.removeprefix("++") if f"{key_of(override)}.".startswith(_OPEN) else override
 
 
 _MOST = 100_000  # values in a config, aliases expanded

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config.errors import Problem
-from titanlike.config.schema import Config, HFData, StreamData, TokenData
+from titanlike.config.schema import Config, HFData, StreamData, TextData, TokenData
 from titanlike.data import hf_dataset, text, tokens
 from titanlike.data.kinds import DataError, missing_package
 from titanlike.data.mixture import Points, check_weights, points_of, seed_of
@@ -113,13 +113,27 @@ def _token_files(data: StreamData) -> tokens.TokenSet | None:
         place.suffix in (".bin", ".npy") or (place / tokens.INDEX).exists()
     ):
         return None
-    ours = open_tokenizer(data.tokenizer)
-    section = TokenData(path=data.path, vocab_size=ours.vocab_size, boundary=ours.boundary)
+    ours, section = open_tokenizer(data.tokenizer), _token_section(data)
     files = tokens.read_tokens(section)
     if files.tokenizer and open_tokenizer(files.tokenizer).fingerprint != ours.fingerprint:
         fix = f"data.tokenizer={files.tokenizer}"
         raise DataError("data.path", data.path, "was written with another tokenizer", fix)
     return files
+
+
+def _token_section(data: StreamData) -> TokenData:
+    ours = open_tokenizer(data.tokenizer)
+    common = {"vocab_size": ours.vocab_size, "boundary": ours.boundary}
+    return TokenData(path=data.path or "", documents=data.documents, **common)
+
+
+def read_by_index(data: StreamData) -> TextData | HFData | TokenData:
+    """Return the section that reads all of the text, once and to its end. Not of several sources."""
+    if _token_files(data) is not None:
+        return _token_section(data)
+    common: dict[str, Any] = {k: getattr(data, k) for k in ("text_key", "tokenizer", "documents")}
+    rows = _dataset(data)
+    return TextData(path=data.path, **common) if rows is None else rows
 
 
 def _dataset(data: StreamData) -> HFData | None:

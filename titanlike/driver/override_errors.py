@@ -176,10 +176,12 @@ class Advice:
     def for_unknown(self, key: str, value: str) -> tuple[str, str]:
         """Return (override, what differs) for an unknown key; "" where there is nothing to say."""
         fix, note = self.translated(key, value)
-        if fix or note:
-            return fix, note
         last, group = key.rpartition(".")[2].replace("-", "_"), f"{key.partition('.')[0]}."
         inside = [name for name in self.known if name.startswith(group)]
+        # a proposal stays in its section: the other's key would change something else
+        left = (word for word in fix.split() if "." in key_of(word) and not word.startswith(group))
+        if (fix or note) and not (inside and any(left)):
+            return fix, note
         # of a section of this program's, its own keys and those of no section
         names = [*(name for name in self.known if not name.startswith("hydra.")), *SHORT]
         names = [n for n in names if "." not in n or n in inside] if inside else names

@@ -209,7 +209,12 @@ def _perplexity(arguments: argparse.Namespace) -> int:
     run = Path(arguments.run).expanduser()
     keys = [word.partition("=")[0] for word in arguments.settings]
     is_run = (run / "config.yaml").is_file() or not (run / "config.json").is_file()
-    is_other = not is_run or any(key in ("data", "data.path") for key in keys)
+    # the run's own path is no other data: it is named to say that it may be read
+    own = f"data.path={getattr(read_run(run).data, 'path', None)}" if is_run else ""
+    is_other = not is_run or any(
+        word.partition("=")[0] in ("data", "data.path") and word != own
+        for word in arguments.settings
+    )
     part = ["evaluate.part=all"] if is_other and "evaluate.part" not in keys else []
     if is_other and is_run and not any(key.startswith("validation.data") for key in keys):
         part.append("validation.data=null")  # drop the run's own validation sets

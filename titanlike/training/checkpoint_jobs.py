@@ -19,14 +19,17 @@ import torch
 import torch.distributed as dist
 
 from titanlike.checkpoint.discovery import checkpoint_folder, resolve, step_of
-from titanlike.checkpoint.reader import add_evaluation
+from titanlike.checkpoint.integrity import open_header
+from titanlike.checkpoint.reader import add_evaluation, read
 from titanlike.checkpoint.state_dict import warm_start
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.credentials import redact_value
 from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import Config, HFData, TextData, TokenData, Validation
+from titanlike.config.schema import Config, HFData, StreamData, TextData, TokenData, Validation
+from titanlike.data.kinds import READERS
 from titanlike.data.sources import ENDLESS, IGNORE, Data, Source, Stream, no_targets
+from titanlike.data.stream import read_by_index
 from titanlike.distributed.async_reads import device_queue
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.watchdog import Watchdog
@@ -122,6 +125,9 @@ class Evaluation:
 def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
     """Evaluate `evaluate.part` of the data; prints the result, and writes it next to the
     checkpoint."""
+    section = config.data
+    if config.evaluate.part == "all" and isinstance(section, StreamData) and not section.sources:
+        config = replace(config, data=read_by_index(section))
     if config.evaluate.part == "all" and isinstance(config.data, TextData | HFData | TokenData):
         # nothing is held out
         config = replace(config, data=replace(config.data, validation_fraction=0.0))
@@ -142,6 +148,8 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
         raise ConfigError([Problem("evaluate.batches", 0, reason, "evaluate.batches=100")])
     console = Console(steps=1)
     with loaded_run(config, worker, data, "evaluation") as (run, newest):
+        if isinstance(data.train, Stream) and not config.validation.data:
+            _hold_out_as_the_run(data.train, config, newest, run.mesh.dp_rank)
         sources = _sources(config, data)
         each = {n: _evaluate_source(run, config, data, source) for n, source in sources.items()}
     lengths = [one.bytes for one in each.values()]
@@ -165,6 +173,18 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
         of = newest.parent if newest.name == "model" else newest
         console.line(f"{of} on {data.description}: written to {place}")
     return {"value": numbers["loss"], **numbers}
+
+
+def _hold_out_as_the_run(stream: Stream, config: Config, checkpoint: Storage, dp_rank: int) -> None:
+    """Raise ConfigError if the run was trained on what the config holds out of its stream."""
+    header = open_header(checkpoint)
+    shapes = {n: saved.shape for n, saved in header.tensors.items() if n.startswith(READERS)}
+    try:
+        entries = stream.wanted(shapes, config, dp_rank)
+        read(header, entries, None)
+        stream.restore(entries)
+    except Refused as error:
+        raise ConfigError([error.problem]) from None
 
 
 def _evaluate_source(run: Run, config: Config, data: Data, source: Source) -> Evaluation:

@@ -169,7 +169,8 @@ def closing(session: Session, start: int) -> None:
         console.text(f"goodput: {share}")
     for sink in session.sinks[1:]:
         console.line(sink.location)
-    console.line(f"{'resume' if stopped else 'continue'} with: {shlex.join(more)}")
+    if saved:
+        console.line(f"{'resume' if stopped else 'continue'} with: {shlex.join(more)}")
 
 
 _MANY_EPOCHS = 50
