@@ -317,3 +317,37 @@ def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
         open_tokenizer(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"pip install 'titanlike\[text\]'"):
         list(documents([tmp_path / "a.parquet"], "text"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "O"},
+        {"dtype": "S4"},
+        {"dtype": "datetime64[s]"},
+        {"dtype": "<u2"},
+        {"dtype": ["uint16"]},
+        {"vocab_size": "x"},
+        {"tokens": {"train": True, "validation": 1}},
+        {"tokens": [1, 2]},
+        {"documents": None},
+        {"boundary": 1e400},
+        {"folder": "/"},
+    ],
+)
+def test_a_cache_that_somebody_prepared_is_not_believed(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    """An entry of another form is written anew: with dtype "O" the bytes of its file would be
+    addresses of Python's objects."""
+    (tmp_path / "a.txt").write_text("some text\n" * 50)
+    data = TextData(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
+    right = np.fromfile(tokenized(data, ByteTokenizer()).path("train"), "<u2").tolist()
+    [meta] = (tmp_path / "cache").glob("*/meta.json")
+    itemsize = {"O": 8, "S4": 4, "datetime64[s]": 8}.get(str(change.get("dtype")), 2)
+    plain = json.loads(meta.read_text()) | {"tokens": dict.fromkeys(PARTS, 4000 // itemsize)}
+    meta.write_text(json.dumps(plain | change))
+    for part in PARTS:
+        (meta.parent / f"{part}.bin").write_bytes(b"\x42" * 4000)
+    again = tokenized(data, ByteTokenizer())
+    assert np.fromfile(again.path("train"), again.dtype).tolist() == right

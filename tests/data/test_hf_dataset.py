@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +151,91 @@ def test_a_compressed_file_is_read_by_its_inner_format(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"MMIDIDX\0\0")
     with pytest.raises(DataError, match="the index of a Megatron"):
         open_data(config(tmp_path / "a.bin", tmp_path / "cache"))
+
+
+def listing(folder: Path, names: list[str], configs: list[dict[str, Any]]) -> Path:
+    """A folder as of the hub: each file has its name as its only text; README.md is the card."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps({"text": name}))
+    if configs:
+        lines = "".join(f"- {json.dumps(config)}\n" for config in configs)
+        (folder / "README.md").write_text(f"---\nconfigs:\n{lines}---\n# words\n")
+    return folder
+
+
+SHARDS = ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]
+SHARDS += ["data/test-00000-of-00001.jsonl", "data/other-00000-of-00001.jsonl"]
+TWO = [{"config_name": "a", "data_files": "a/*"}, {"config_name": "b", "data_dir": "b"}]
+BY_SPLIT = [{"split": "train", "path": ["x/**/*.jsonl"]}, {"split": "test", "path": "old/y.jsonl"}]
+FOLDERS: list[tuple[list[str], list[dict[str, Any]], list[str | None]]] = [
+    (["a.jsonl", "b/c.jsonl"], [], [None]),
+    (["trainer.jsonl", "contest.jsonl"], [], [None]),
+    (SHARDS, [], [None]),
+    (["train.jsonl", "test.jsonl", "my-val.1.jsonl", "more.jsonl"], [], [None]),
+    (["data/training/a.jsonl", "old-test/b.jsonl", "x/train-1.jsonl"], [], [None]),
+    (["a/train.jsonl", "b/train.jsonl", "b/test.jsonl"], TWO, [None, "a", "b"]),
+    (["x/1.jsonl", "x/y/2.jsonl", "old/y.jsonl"], [{"config_name": "c", "data_files": BY_SPLIT}], [None]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names, configs, subsets", FOLDERS)
+def test_a_folder_of_the_hub_is_divided_as_datasets_does(
+    names: list[str], configs: list[dict[str, Any]], subsets: list[str | None], tmp_path: Path
+) -> None:
+    folder = listing(tmp_path, names, configs)
+    for subset in subsets:
+        for split in ("train", "validation", "test", "other"):
+            try:
+                options = {"split": split, "streaming": True}
+                rows = datasets.load_dataset(str(folder), subset, **options)
+                expected = sorted(row["text"] for row in rows)
+            except ValueError:
+                expected = []
+            given = HFData(path=str(folder), subset=subset, split=split)
+            if expected:
+                assert sorted(hf_dataset.texts(given)) == expected, (subset, split)
+                continue
+            with pytest.raises(DataError, match=r"data\.(split|subset)"):
+                [*hf_dataset.texts(given)]
+
+
+OUTSIDE = ["OUT/secret.txt", "../secret.txt", "OUT/*.txt", "http://127.0.0.1:9/x.txt"]
+OUTSIDE += ["hf://datasets/a/b/x.txt", "zip://x.txt::http://127.0.0.1:9/x.zip", "s3://a/x.txt"]
+OUTSIDE += ["reference:///x.txt::file://OUT/r.json", "filecache::http://127.0.0.1:9/x.txt"]
+
+
+@pytest.mark.parametrize("kind", ["card", "state.json", "a FIFO", "a name with ::"])
+def test_a_folder_names_no_file_outside_of_itself(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its card and state.json choose among what is in it; nothing is connected to."""
+    connected = list[Any]()
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, lambda _, address: connected.append(address))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *address: connected.append(address))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    (tmp_path / "secret.txt").write_text("secret\n")
+    folder, found = tmp_path / "own", list[str]()
+    texts = {"card": OUTSIDE, "state.json": ["OUT/other/data-00000-of-00001.arrow"]}
+    datasets.Dataset.from_dict({"text": ["secret"]}).save_to_disk(str(tmp_path / "other"))
+    for number, text in enumerate(texts.get(kind, [""])):
+        place, text = folder / str(number), text.replace("OUT", str(tmp_path))
+        if kind == "card":
+            listing(place, ["a.txt"], [{"config_name": "default", "data_files": text}])
+        elif kind == "a name with ::":
+            listing(place / "a.txt::http:" / "127.0.0.1:9", ["x.txt"], [])
+        else:
+            datasets.Dataset.from_dict({"text": ["own"]}).save_to_disk(str(place))
+            state = json.loads((place / "state.json").read_text())
+            state["_data_files"] = [{"filename": text}]
+            (place / "state.json").write_text(json.dumps(state))
+        if kind == "a FIFO":
+            os.mkfifo(place / "data-00001-of-00002.arrow")
+        try:
+            found += hf_dataset.texts(HFData(path=str(place)))
+            assert kind == "state.json"
+        except DataError as error:
+            reason = {"card": "none of the data files in the folder", "a FIFO": "regular file"}
+            assert reason.get(kind, "file within another") in str(error)
+    assert found == ["own"] * (kind == "state.json") and not connected

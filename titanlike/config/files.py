@@ -20,6 +20,9 @@ from typing import IO, Any, Literal, TypeVar
 
 Record = TypeVar("Record")
 LARGEST = 1 << 63  # upper bound of integers that the program writes
+MOST_BYTES = 1 << 26  # of a file that is read whole
+MOST_LINE = 1 << 22  # bytes of a line of a JSONL file of a run
+_DIGITS = 20  # of an integer
 _NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)  # as systems name it
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -52,8 +55,7 @@ def parse_object(data: str | bytes) -> dict[str, Any]:
     Raises ValueError with a reason that can follow a file's name: "is not a JSON object".
     """
     try:
-        text = data.decode() if isinstance(data, bytes) else data
-        record = json.loads(text, object_pairs_hook=_without_duplicates)
+        record = parse_json(data, object_pairs_hook=_without_duplicates)
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 text (byte {error.start})") from None
     except RecursionError:
@@ -65,6 +67,18 @@ def parse_object(data: str | bytes) -> dict[str, Any]:
     return record
 
 
+def parse_json(data: str | bytes, **options: Any) -> Any:
+    """Parse untrusted JSON. Raises ValueError, RecursionError; for a number of too many digits,
+    which could not be shown or computed with, too."""
+    return json.loads(data, parse_int=_integer, **options)
+
+
+def _integer(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"a number has {len(text)} digits")
+    return int(text)
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
@@ -72,17 +86,35 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def read_object(path: Path, kind: type[Record] | None = None) -> Any:
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Read a regular file whole. Raises OSError, and ValueError, without its name, for a device or
+    a FIFO, or more than `most` bytes."""
+    try:
+        with open_regular(path) as file:
+            data = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
+    except NotRegularFile:
+        raise ValueError("is not a regular file") from None
+    if data is None or len(data) > most:
+        raise ValueError(f"is larger than {most >> 20} MiB")
+    return data
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """Read a UTF-8 text, as `read_bytes`."""
+    try:
+        return read_bytes(path, most).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text (byte {error.start})") from None
+
+
+def read_object(path: Path, kind: type[Record] | None = None, most: int = MOST_BYTES) -> Any:
     """Apply `loads` to a file; with `kind`, return that dataclass.
 
     Raises OSError if the file cannot be read, ValueError naming it for any other content.
     """
     try:
-        with open_regular(path) as file:
-            record = loads(file.read())
+        record = loads(read_bytes(path, most))
         return record if kind is None else as_record(record, kind)
-    except NotRegularFile:
-        raise ValueError(f"{path} is not a regular file") from None
     except ValueError as error:
         raise ValueError(f"{path} {error}") from None
 

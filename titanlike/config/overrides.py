@@ -1,5 +1,4 @@
-"""Overrides, as users type them and as Hydra reads them; short forms; protection against YAML alias
-bombs.
+"""Overrides, as users type them and as Hydra reads them; short forms.
 
 Keys of a model, and of a user's own code, are arguments that config files need not list; Hydra
 needs ++ for them.
@@ -9,13 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from titanlike.config.files import open_regular
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 
 # data.changed: not in the config file of a user's data
@@ -50,32 +45,6 @@ def to_hydra(override: str) -> str:
 def from_hydra(override: str) -> str:
     """Undo `to_hydra`."""
     return override.removeprefix("++") if f"{key_of(override)}.".startswith(_OPEN) else override
-
-
-_MOST = 100_000  # values in a config, aliases expanded
-
-
-def aliases_problem(path: Path) -> str:
-    """Return why a YAML file must not be expanded (an alias bomb); "" if it may be."""
-    known: dict[int, float] = {}
-
-    def count(node: Any) -> float:
-        if id(node) not in known:
-            known[id(node)] = float("inf")  # an alias within its own anchor
-            entries = node.value if isinstance(node.value, list) else []
-            parts = (entry if isinstance(entry, tuple) else [entry] for entry in entries)
-            known[id(node)] = 1.0 + sum(map(count, chain.from_iterable(parts)))
-        return known[id(node)]
-
-    try:
-        with open_regular(path) as file:
-            root = yaml.compose(file, yaml.SafeLoader)
-        values = 0 if root is None else count(root)
-    except (OSError, ValueError, yaml.YAMLError):
-        return ""  # the reader reports unreadable files
-    except RecursionError:
-        return "its values are nested too deeply"
-    return f"it has {values:.2g} values, by aliases of aliases" if values > _MOST else ""
 
 
 def with_choices(config: Config, choices: Mapping[str, Any]) -> Config:

@@ -20,12 +20,12 @@ import yaml
 
 from titanlike.config import known_runs
 from titanlike.config.errors import as_override
-from titanlike.config.files import open_regular
 from titanlike.config.imports import imports_line, named_code
-from titanlike.config.overrides import aliases_problem, key_of, with_choices
+from titanlike.config.overrides import key_of, with_choices
 from titanlike.config.parse import in_folder, parse, to_plain
 from titanlike.config.program import program
 from titanlike.config.schema import OPEN_GROUPS, ChatData, Config, HFData, StreamData, TextData
+from titanlike.config.yaml_files import read_yaml
 
 # keys whose texts are opened as files; a test finds every other text that is read
 PLACES = {
@@ -47,7 +47,6 @@ PARTS_READ = {
     "evaluate": ("part", "batches"),
     "validation": ("data", "every", "batches"),  # of a stream, so many samples were not trained on
 }
-_MOST_BYTES = 2**20  # size limit of a config.yaml
 
 
 def read_run(run: Path) -> Config:
@@ -59,12 +58,8 @@ def read_run(run: Path) -> Config:
     if path.is_symlink() and not is_inside([str(path)], run):
         raise ValueError(f"{path}: is a link out of the run; put the file in its place")
     try:
-        with open_regular(path) as file:
-            text = file.read(_MOST_BYTES + 1)
-        if problem := "too large" if len(text) > _MOST_BYTES else aliases_problem(path):
-            raise ValueError(problem)
-        plain: Any = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        plain = read_yaml(path)
+    except ValueError as error:
         raise ValueError(f"{path}: is damaged: {error}") from None
     if not isinstance(plain, dict):
         raise ValueError(f"{path}: is no config of a run")

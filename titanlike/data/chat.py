@@ -25,7 +25,7 @@ import re
 import resource
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -64,6 +64,7 @@ from titanlike.data.text import (
     rows_of,
     vocabulary,
 )
+from titanlike.data.token_files import read_array
 from titanlike.data.tokenizer import Span, Tokenizer, open_tokenizer, read_beside
 
 __all__ = ["CHECKS", "ChatTemplate", "find_template", "open_data", "vocabulary"]
@@ -98,14 +99,12 @@ def open_data(data: ChatData, config: Config) -> Data:
     content = [FORMAT, file_states(files), settings, config.seq_len, tokenizer.fingerprint]
     content += [tokenizer.names, sorted(template.ends)]
     content += [day] if "strftime_now" in template.source else []
-    folder, about = cached(
+    parts, about = cached(
         data.cache,
         f"chat-{cache_key([*content, template.source])}",
-        lambda folder: (folder, read_object(meta)) if (meta := folder / _META).is_file() else None,
+        partial(_read_entry, config=config, data=data),
         lambda folder: _write(folder, files, data, config.seq_len, template),
     )
-    used = PARTS if data.validation_fraction else PARTS[:1]  # 0 = nothing is held out
-    parts = {part: ChatSource(folder / part, config.seq_len, data.documents) for part in used}
     for part, source in parts.items():
         if not len(source):
             reason = (
@@ -114,14 +113,16 @@ def open_data(data: ChatData, config: Config) -> Data:
             fix = "give more, a larger seq_len, or another validation_fraction"
             raise DataError("data.path", data.path, reason, fix)
     held = parts.get("validation", parts["train"])
-    text = f"{data.path}: {about['conversations']:,} conversations in {len(parts['train']):,} sequences"
+    text = (
+        f"{data.path}: {about.conversations:,} conversations in {len(parts['train']):,} sequences"
+    )
     text += f" for training, {len(held):,} for validation" if data.validation_fraction else ""
-    text += f"; loss on {about['answers']:,} tokens of answers"
-    text += f"; read as {', '.join(about['forms'])}" if about["forms"] else ""
-    if about["cut"]:
-        text += f"; {about['cut']:,} conversations are longer than seq_len and were cut"
-    if about["dropped"]:
-        text += f"; {about['dropped']:,} have no answer within seq_len and were left out"
+    text += f"; loss on {about.answers:,} tokens of answers"
+    text += f"; read as {', '.join(about.forms)}" if about.forms else ""
+    if about.cut:
+        text += f"; {about.cut:,} conversations are longer than seq_len and were cut"
+    if about.dropped:
+        text += f"; {about.dropped:,} have no answer within seq_len and were left out"
     return Data(
         parts["train"],
         held,
@@ -161,9 +162,17 @@ class ChatSource:
         self._seq_len, self._documents = seq_len, documents
         names = ("ids", "learned", "ends", "firsts")
         self._ids, self._learned, self._ends, self._firsts = (
-            np.load(folder / f"{name}.npy", mmap_mode="r") for name in names
+            read_array(folder / f"{name}.npy") for name in names
         )
-        self._padding = int(np.load(folder / "padding.npy"))
+        self._padding = int(read_array(folder / "padding.npy"))
+        lengths = np.diff(self._ends, prepend=0), np.diff(self._firsts)
+        sizes = [(self._ends, len(self._ids)), (self._firsts, len(self._ends))]
+        if (
+            len(self._learned) != len(self._ids)
+            or any(part.size and part.min() < 0 for part in lengths)
+            or any(one.ndim != 1 or (one.size and one[-1] != size) for one, size in sizes)
+        ):
+            raise ValueError("the files of the entry do not belong together")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments  # a spawned loader process maps the files again
@@ -198,11 +207,32 @@ class ChatSource:
 _META = "meta.json"
 
 
+@dataclass
+class _About:
+    """What meta.json says of an entry."""
+
+    conversations: int = 0
+    answers: int = 0  # tokens with a loss
+    cut: int = 0
+    dropped: int = 0
+    forms: list[str] = field(default_factory=list)
+
+
+def _read_entry(
+    folder: Path, config: Config, data: ChatData
+) -> tuple[dict[str, ChatSource], _About] | None:
+    """Open the parts of an entry; None if it is missing, or is not what `_write` writes."""
+    used = PARTS if data.validation_fraction else PARTS[:1]  # 0 = nothing is held out
+    with contextlib.suppress(OSError, ValueError, TypeError, IndexError):
+        about = read_object(folder / _META, _About)
+        return {n: ChatSource(folder / n, config.seq_len, data.documents) for n in used}, about
+    return None
+
+
 def _write(
     folder: Path, files: list[Path], data: ChatData, seq_len: int, template: ChatTemplate
 ) -> None:
-    about: dict[str, Any] = {"conversations": 0, "answers": 0, "cut": 0, "dropped": 0}
-    ended, forms = False, set[str]()
+    about, ended, forms = _About(), False, set[str]()
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {part: [] for part in PARTS}
     for number, (place, read) in enumerate(_conversations(files, data.messages_key)):
         form, messages, tools = read
@@ -213,15 +243,15 @@ def _write(
             raise DataError("data.path", place, str(error), error.fix) from None
         ids, learned = np.array(tokens[: seq_len + 1], np.uint32), mask[: seq_len + 1]
         if not learned[1:].any():
-            about["dropped"] += 1
+            about.dropped += 1
             continue
-        about["cut"] += len(tokens) > seq_len + 1
+        about.cut += len(tokens) > seq_len + 1
         is_held = is_for_validation(number, data.validation_fraction)
         parts["validation" if is_held else "train"].append((ids, learned))
-        about["conversations"] += 1
-        about["answers"] += int(learned[1:].sum())
+        about.conversations += 1
+        about.answers += int(learned[1:].sum())
         ended = ended or not template.ends.isdisjoint(ids[learned].tolist())
-    if about["conversations"] and not ended:
+    if about.conversations and not ended:
         reason = "no answer has its end within so many tokens, so it would not be learned"
         raise DataError("seq_len", seq_len, reason, f"give more, seq_len={2 * seq_len}")
     if data.validation_fraction and not parts["validation"] and len(parts["train"]) > 1:
@@ -239,7 +269,7 @@ def _write(
         }
         for name, array in arrays.items():
             np.save(folder / part / f"{name}.npy", array)
-    (folder / _META).write_text(json.dumps(about | {"forms": sorted(forms)}))
+    (folder / _META).write_text(json.dumps(asdict(about) | {"forms": sorted(forms)}))
 
 
 def _packed(lengths: list[int], seq_len: int) -> list[int]:

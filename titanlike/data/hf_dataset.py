@@ -8,9 +8,13 @@ the cache is written.
 
 from __future__ import annotations
 
+import glob
 import importlib.util
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +22,7 @@ import numpy as np
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, HFData, TokenData
+from titanlike.data.folder_splits import folder_splits, saved_splits
 from titanlike.data.kinds import DataError, Vocabulary, missing_package
 from titanlike.data.text import (
     cache_key,
@@ -202,7 +207,8 @@ def streamed(data: HFData, reader: int, readers: int) -> Any:
 
 
 def _opened(data: HFData) -> Any:
-    """Load the dataset's split, limited to its first `rows`."""
+    """Load the dataset's split, limited to its first `rows`. Of local data the library gets files
+    and their builder, never the folder: what lies in one could name files and servers."""
     try:
         import datasets
     except ImportError:
@@ -210,28 +216,19 @@ def _opened(data: HFData) -> Any:
     datasets.disable_progress_bars()
     place = _local_path(data)
     try:
-        if place is not None and any((place / f).exists() for f in SAVED):
-            rows = datasets.load_from_disk(str(place))
-            if isinstance(rows, dict):  # otherwise a single split without a name
-                if data.split not in rows:
-                    fix = f"data.split={next(iter(rows))} (there are {', '.join(rows)})"
-                    reason = "the dataset has no such split"
-                    raise DataError("data.split", data.split, reason, fix)
-                rows = rows[data.split]
+        if place is None:
+            options: dict[str, Any] = {"revision": data.revision, "streaming": data.streaming}
+            rows = datasets.load_dataset(data.path, data.subset, split=data.split, **options)
+        elif any((place / name).exists() for name in SAVED):
+            files = _of_split(saved_splits(place), data)
+            rows = datasets.concatenate_datasets([datasets.Dataset.from_file(f) for f in files])
         else:
-            source, options = data.path, {"revision": data.revision}
-            if place is not None and place.is_file():
-                kind = kind_of_file(place)
-                if kind not in BUILDERS and (known := recognized(place)) is not None:
-                    raise DataError("data.path", data.path, f"is {known[0]}", known[1])
-                source = BUILDERS.get(kind, "text")
-                options = {"data_files": str(place)}
-            elif place is not None:
-                source, options = str(place), {}
-                if tars := [str(file) for file in files_under(place, (".tar",))]:
-                    source, options = "webdataset", {"data_files": tars}
-            common = {"split": data.split, "streaming": data.streaming}
-            rows = datasets.load_dataset(source, data.subset, **options, **common)
+            kind, splits = _local_splits(place, data.subset)
+            _of_split(splits, data)
+            datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it connects
+            options = {"data_files": {name: [*map(glob.escape, f)] for name, f in splits.items()}}
+            options |= {"split": data.split, "streaming": data.streaming}
+            rows = datasets.load_dataset(BUILDERS.get(kind, "text"), **options)
     except DataError:
         raise
     except Exception as error:
@@ -240,6 +237,36 @@ def _opened(data: HFData) -> Any:
         return rows
     count = getattr(rows, "num_rows", data.rows)  # a streamed dataset has no num_rows
     return rows.take(min(data.rows, count))
+
+
+def _local_splits(place: Path, subset: str | None) -> tuple[str, dict[str, list[str]]]:
+    """Return the kind of a folder's files, that of most of them, and their paths by split."""
+    if place.is_file():
+        kind = kind_of_file(place)
+        if kind not in BUILDERS and (known := recognized(place)) is not None:
+            raise DataError("data.path", place, f"is {known[0]}", known[1])
+        splits = {"train": [place]}
+    else:
+        splits = folder_splits(place, _files(place), subset)
+        kinds = Counter(kind_of_file(file) for files in splits.values() for file in files)
+        kind = ".tar" if ".tar" in kinds else max(kinds, key=kinds.__getitem__)
+    paths = {n: [str(f) for f in files if kind_of_file(f) == kind] for n, files in splits.items()}
+    if chained := next((path for path in chain(*paths.values()) if "::" in path), None):
+        reason = "fsspec reads :: in a name as one file within another"
+        raise DataError("data.path", chained, reason, "rename it")
+    return kind, paths
+
+
+def _of_split(splits: dict[str, list[str]], data: HFData) -> list[str]:
+    """Return the files of the split. Raises DataError."""
+    names = re.split(r"\[[^]]*\]\+?|\+", data.split)  # train+test, train[:10%]
+    if "" in splits:  # saved without a name
+        return splits[""]
+    if missing := [name for name in names if name and not splits.get(name)]:
+        there = [name for name, files in splits.items() if files]
+        fix = f"data.split={next(iter(there), 'train')} (there are {', '.join(there) or 'none'})"
+        raise DataError("data.split", data.split, f"the dataset has no split {missing[0]}", fix)
+    return splits[names[0]]
 
 
 def _unreadable(data: HFData, error: Exception) -> DataError:

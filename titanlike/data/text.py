@@ -25,16 +25,17 @@ import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import numpy as np
 
 from titanlike.config.errors import Problem, as_override
 from titanlike.config.files import open_regular, read_object
 from titanlike.config.schema import ChatData, Config, HFData, MixtureData, StreamData, TextData
+from titanlike.data.folder_splits import split_names
 from titanlike.data.kinds import DataError, Vocabulary, missing_package
 from titanlike.data.order import is_for_validation
 from titanlike.data.token_files import TokenFile
@@ -60,7 +61,6 @@ SKIPPED = frozenset(
 
 FORMAT = 2  # part of the cache key: increment when the file format changes
 PARTS = ("train", "validation")
-_SPLITS = "dataset_dict.json"  # written by save_to_disk for several splits
 _MAX_UNUSED = 4  # model's vocabulary / tokenizer's vocabulary, for data.path=null
 
 _T = TypeVar("_T")
@@ -85,7 +85,7 @@ def open_texts(
         part: [TokenFile(corpus.path(part), corpus.dtype, 0, corpus.tokens[part])] for part in PARTS
     }
     what += f" in {data.tokenizer}"
-    return packed_data(config, parts, corpus.vocab_size, corpus.boundary, tokenizer, what)
+    return packed_data(config, parts, tokenizer.vocab_size, tokenizer.boundary, tokenizer, what)
 
 
 def vocabulary(data: TextData | HFData | ChatData | StreamData) -> Vocabulary:
@@ -150,13 +150,11 @@ def corpus_files(root: Path, suffixes: Collection[str]) -> list[Path]:
     """Return the files of a corpus, compressed ones included; of a save_to_disk folder its tables,
     of several splits those of train. Raises DataError."""
     check_is_text(root)
-    if (root / _SPLITS).is_file():
-        splits = read_object(root / _SPLITS).get("splits") or ["none"]
+    if (splits := split_names(root)) is not None:
         if "train" not in splits:
             reason = f"is a data set of the splits {', '.join(splits)}, and none is train"
-            raise DataError(
-                "data.path", root, reason, as_override("data.path", f"{root / splits[0]}")
-            )
+            fix = as_override("data.path", str(root.joinpath(*splits[:1])))
+            raise DataError("data.path", root, reason, fix)
         root = root / "train"
     saved = (root / "state.json").is_file() and (root / "dataset_info.json").is_file()
     return files_under(root, (".arrow",) if saved else suffixes, compressed=True)
@@ -172,7 +170,7 @@ def files_under(
     """Return the file, or a folder's files with one of the suffixes, sorted.
 
     Hidden files and folders, and links to folders, are skipped. compressed: a.jsonl.gz counts as
-    .jsonl.
+    .jsonl. Raises DataError for a FIFO or device among them.
     """
     if root.is_file():
         return [root]
@@ -183,6 +181,8 @@ def files_under(
         files += [
             f for f in visible if (kind_of_file(f) if compressed else f.suffix.lower()) in suffixes
         ]
+    if odd := next((file for file in files if file.exists() and not file.is_file()), None):
+        raise DataError("data.path", odd, "is not a regular file", "remove it from the folder")
     return sorted(files)
 
 
@@ -473,12 +473,12 @@ def cache_key(content: list[Any]) -> str:
 class TokenizedCorpus:
     """A cache entry: `folder`/train.bin, validation.bin, meta.json (the other fields)."""
 
-    folder: Path
-    dtype: str  # "uint16" or "uint32"
+    dtype: Literal["uint16", "uint32"]
     vocab_size: int
     boundary: int  # id of the token that begins each document
     tokens: dict[str, int]  # part -> number of tokens, boundaries included
     documents: dict[str, int]  # part -> number of documents
+    folder: Path = Path()
 
     def path(self, part: str) -> Path:
         return self.folder / f"{part}.bin"
@@ -503,11 +503,11 @@ def tokenize_corpus(
 def _read_corpus(folder: Path) -> TokenizedCorpus | None:
     """Return the entry, or None if it is missing or incomplete (a crash may truncate a file)."""
     try:
-        entry = TokenizedCorpus(folder, **read_object(folder / "meta.json"))
+        entry = replace(read_object(folder / "meta.json", TokenizedCorpus), folder=folder)
         itemsize = np.dtype(entry.dtype).itemsize
         sizes = [entry.path(part).stat().st_size for part in PARTS]
         return entry if sizes == [entry.tokens[part] * itemsize for part in PARTS] else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError):
         return None
 
 
@@ -516,7 +516,7 @@ def _write_corpus(
 ) -> None:
     none = dict.fromkeys(PARTS, 0)
     entry = TokenizedCorpus(
-        folder,
+        folder=folder,
         dtype=token_dtype(tokenizer),
         vocab_size=tokenizer.vocab_size,
         boundary=tokenizer.boundary,
@@ -542,7 +542,7 @@ def _write_corpus(
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-def token_dtype(tokenizer: Tokenizer) -> str:
+def token_dtype(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
     """Return the dtype in which ids are written."""
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 

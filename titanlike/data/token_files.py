@@ -12,6 +12,8 @@ from titanlike.config.errors import Problem
 from titanlike.data.kinds import DataError
 
 NPY = "npy"  # dtype of a numpy.save file, which stores its own
+# the only dtypes that are mapped: of "O" the bytes of a file would be addresses of objects
+_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,14 @@ def open_tokens(file: TokenFile) -> np.ndarray:
     if dtype == NPY:
         remedy = "save a one-dimensional array of integers with numpy.save"
         try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
+            tokens = read_array(path)
+        except ValueError as error:
             raise DataError("data.path", path, f"is not a .npy file ({error})", remedy) from None
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
             form = f"an array of {tokens.dtype} and shape {tokens.shape}"
             raise DataError("data.path", path, f"is {form}, not a list of token ids", remedy)
         return np.asarray(tokens)
+    assert dtype in _DTYPES, dtype
     itemsize = np.dtype(dtype).itemsize
     size = path.stat().st_size - file.offset
     if size <= 0 or size % itemsize:
@@ -72,3 +75,16 @@ def open_tokens(file: TokenFile) -> np.ndarray:
     # A plain array over the map: slicing np.memmap is several times slower.
     kind = np.dtype(dtype).newbyteorder("<")
     return np.asarray(np.memmap(path, mode="r", dtype=kind, offset=file.offset))
+
+
+def read_array(path: Path) -> np.ndarray:
+    """Map a numpy.save file of integers or booleans read-only. Raises ValueError."""
+    if not path.is_file():
+        raise ValueError("is not a regular file")
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # of a header, which numpy parses as Python
+        raise ValueError(" ".join(str(error).split())[:200]) from None
+    if array.dtype.kind not in "iub":
+        raise ValueError(f"it has {array.dtype}")
+    return array

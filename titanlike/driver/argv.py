@@ -19,7 +19,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.utils import get_args_parser
@@ -34,10 +33,11 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 from titanlike.config.errors import Refused, quoted
-from titanlike.config.overrides import aliases_problem, in_full, key_of, to_hydra
+from titanlike.config.overrides import in_full, key_of, to_hydra
 from titanlike.config.parse import MISSING, in_folder, to_plain
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
+from titanlike.config.yaml_files import aliases_problem, read_yaml
 
 _CONFIG_FILE = re.compile(r".*\.(py|toml|ya?ml|json|sh)")
 _KEY = re.compile(rf"(?!{_CONFIG_FILE.pattern}$)[A-Za-z_][\w./-]*")
@@ -209,11 +209,9 @@ def _complete_choices(args: argparse.Namespace) -> None:
 def _read_yaml(path: Path) -> dict[str, Any]:
     """Return a file's mapping; {} if there is none or it is unreadable, which is reported when
     composing."""
-    if aliases_problem(path):
-        return {}
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        config = read_yaml(path)
+    except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
 

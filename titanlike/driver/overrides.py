@@ -43,10 +43,11 @@ from titanlike.config.errors import (
     typed_words,
 )
 from titanlike.config.imports import named_code, outside
-from titanlike.config.overrides import ADDED, aliases_problem, from_hydra, key_of, to_hydra
+from titanlike.config.overrides import ADDED, from_hydra, key_of, to_hydra
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
+from titanlike.config.yaml_files import aliases_problem
 from titanlike.driver.argv import ConfigFiles, InvalidOverride, flat_keys, one_line, parse_override
 
 if TYPE_CHECKING:
