@@ -160,6 +160,9 @@ def main(command: str | None = None) -> None:
     list_commands = command is None and typed is None
     command = command or typed or "train"
     if command in TOOLS:
+        from titanlike.config.program import print_printably
+
+        print_printably()
         tool = f"titanlike.{TOOLS[command].function}"
         sys.exit(_until_a_signal(lambda: pkgutil.resolve_name(tool)(sys.argv[1:])))
     if {"-h", "--help"} & set(sys.argv[1:]):

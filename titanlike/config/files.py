@@ -91,7 +91,9 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     a FIFO, or more than `most` bytes."""
     try:
         with open_regular(path) as file:
-            data = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
+            data: bytes | None = (
+                file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
+            )
     except NotRegularFile:
         raise ValueError("is not a regular file") from None
     if data is None or len(data) > most:
@@ -142,8 +144,10 @@ def _is_a(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and all(_is_a(item, arguments[0]) for item in value)
     if origin is dict:
         return isinstance(value, dict) and all(_is_a(i, arguments[1]) for i in value.values())
-    if hint is Any:
+    if hint is Any or type(value) is hint and hint not in (int, float):
         return True
+    if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or issubclass(hint, tuple)):
+        return isinstance(value, dict if dataclasses.is_dataclass(hint) else list)  # read next
     if origin is Literal:
         return value in arguments
     if hint is float:

@@ -9,7 +9,9 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
+
+from titanlike.config.errors import printable
 
 PARENT = "TITANLIKE_PARENT"  # pid of the process with which a command exits
 _VARIABLE = "TITANLIKE_PROGRAM"  # inherited by workers and by the jobs of a sweep
@@ -94,11 +96,35 @@ def exit_code(
     try:
         return command()
     except (ValueError, OSError, ImportError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print("error:", printable(" ".join(str(error).split())), file=sys.stderr)
         return next((c for kind, c in (codes or {}).items() if isinstance(error, kind)), 2)
     except KeyboardInterrupt as signal:
         print(f"\n{interrupted}", file=sys.stderr)
         return getattr(signal, "exit_code", 130)
+
+
+class PrintableStream:
+    """A text stream that escapes control characters, which move the cursor or reorder text.
+
+    A tool's output contains texts of files: names, errors, what a model writes.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        # a lone "\r" is a progress line's end; the joiners U+200C and U+200D are spelling
+        self._stream.write(text if text == "\r" else printable(text, "\n\t\u200c\u200d"))
+        return len(text)
+
+
+def print_printably() -> None:
+    """Make this process' standard output and error `PrintableStream`s."""
+    sys.stdout = cast(TextIO, PrintableStream(sys.stdout))
+    sys.stderr = cast(TextIO, PrintableStream(sys.stderr))
 
 
 def program_length(words: Sequence[str]) -> int:

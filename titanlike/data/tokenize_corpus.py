@@ -28,7 +28,14 @@ from typing import Any, Literal
 
 import xxhash
 
-from titanlike.config.files import atomic_write_text, read_object, replaced, sync_to_disk
+from titanlike.config.files import (
+    atomic_write_text,
+    open_regular,
+    read_object,
+    read_text,
+    replaced,
+    sync_to_disk,
+)
 from titanlike.config.program import argument_parser, exit_code
 from titanlike.data.kinds import DataError
 from titanlike.data.text import (
@@ -41,7 +48,7 @@ from titanlike.data.text import (
     token_dtype,
 )
 from titanlike.data.tokenizer import Tokenizer, open_tokenizer, write_tokenizer
-from titanlike.data.tokens import FORMAT, INDEX, PLAN, TOKENIZER
+from titanlike.data.tokens import FORMAT, INDEX, PLAN, TOKENIZER, read_index
 from titanlike.launch.environment import available_cores
 from titanlike.launch.signals import die_with_parent
 from titanlike.metrics import units
@@ -123,12 +130,12 @@ def _tokenize(arguments: argparse.Namespace, out: Path) -> int:
 def _verify(out: Path) -> int:
     """Read all files and name those whose checksums differ."""
     is_damaged = False
-    for entry in read_object(out / INDEX)["files"]:
+    for entry in read_index(out)["files"]:
         hasher = xxhash.xxh3_128()
-        with open(out / entry["name"], "rb") as file:
+        with open_regular(out / entry["name"]) as file:
             while chunk := file.read(1 << 22):
                 hasher.update(chunk)
-        if hasher.hexdigest() != entry["xxh3"]:
+        if hasher.hexdigest() != entry.get("xxh3"):
             print(f"{out / entry['name']} does not match its checksum")
             is_damaged = True
     print(f"{out}: {'damaged' if is_damaged else 'all files are as they were written'}")
@@ -239,7 +246,7 @@ def _name(number: int) -> str:
 def _done(out: Path, number: int) -> Unit | None:
     """Return a complete unit; None = it must be tokenized."""
     with suppress(OSError, ValueError, TypeError):
-        unit = Unit(**read_object(out / f"{_name(number)}.json"))
+        unit = read_object(out / f"{_name(number)}.json", Unit)
         size = (out / unit.name).stat().st_size
         if unit.tokens == 0 or size % unit.tokens == 0 and size // unit.tokens in (2, 4):
             return unit
@@ -293,7 +300,7 @@ def _finish(out: Path, count: int, settings: Settings, tokenizer: Tokenizer) -> 
     if not sum(unit.documents for unit in done):
         raise DataError("CORPUS", out, "it contains no text", "give files with some text")
     named = [out / f"{_name(number)}.{BAD}" for number in range(count)]
-    if lines := "".join(path.read_text() for path in named if path.exists()):
+    if lines := "".join(read_text(path) for path in named if path.exists()):
         atomic_write_text(out / BAD, lines)
     if settings.tokenizer != "bytes":
         (out / TOKENIZER).mkdir(exist_ok=True)

@@ -139,7 +139,7 @@ def read_tokens(data: TokenData) -> TokenSet:
         if not path.is_dir():
             files.append(read_file(path, data))
         elif any((path / name).exists() for name in (INDEX, PLAN)) or not has_token_files(path):
-            index = _read_index(path)
+            index = read_index(path)
             indices.append((path, index))
             files += _files_of(path, index)
         else:
@@ -169,7 +169,8 @@ def _paths(data: TokenData) -> list[Path]:
     return [Path(os.path.expanduser(path)) for path in paths]
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
+def read_index(folder: Path) -> dict[str, Any]:
+    """Read the index of a folder of token files. Raises DataError."""
     try:
         index = read_object(folder / INDEX)
     except FileNotFoundError:
@@ -184,8 +185,11 @@ def _read_index(folder: Path) -> dict[str, Any]:
         raise DataError("data.path", folder, reason, "tokenize it again")
     try:
         as_record(index, _Index)
-        for entry in index["files"]:
-            as_record(entry, _Entry)
+        names = [as_record(entry, _Entry).name for entry in index["files"]]
+        if odd := next((name for name in names if Path(name).name != name), None):
+            raise ValueError(f"names {odd[:200]}, which is outside of it")
+        if len({*names}) < len(names):
+            raise ValueError("names a file twice")
     except ValueError as error:
         raise DataError("data.path", folder, f"its {INDEX} {error}", _AGAIN) from None
     return index
@@ -211,9 +215,6 @@ class _Entry:
 def _files_of(folder: Path, index: dict[str, Any]) -> Iterator[TokenFile]:
     for entry in index["files"]:
         path, size = folder / entry["name"], entry["tokens"] * np.dtype(index["dtype"]).itemsize
-        if path.parent != folder:
-            reason = f"its {INDEX} names {path}, which is outside of it"
-            raise DataError("data.path", folder, reason, _AGAIN)
         if not path.is_file() or path.stat().st_size != size:
             reason = f"does not have the {size:,} bytes of {INDEX}"
             raise DataError("data.path", path, reason, _AGAIN)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from titanlike.config import files
 from titanlike.config.credentials import redact
-from titanlike.config.errors import ConfigError, Refused
+from titanlike.config.errors import ConfigError, Refused, printable
 
 _FAILED = "logs/failed"  # exists once a rank has written its error
 _FRAMES = 5  # innermost frames kept of a traceback
@@ -61,12 +61,12 @@ class JobFailed(Exception):
     def __init__(
         self, text: str, error: str, permanent: bool = False, invalid: bool = False
     ) -> None:
-        self.error = error  # one line, for result.json
+        self.error = printable(error)  # one line, for result.json
         self.permanent = permanent  # a restart would fail with the same error
         self.invalid = invalid  # an error in the config or the data: nothing was trained
         self.ends_sweep = False  # the processes cannot run further jobs
         self.taken_over = False  # run_dir, including result.json, now belongs to a later launch
-        super().__init__(text, error)
+        super().__init__(printable(text), error)
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -119,10 +119,11 @@ def describe(rank: int, error: BaseException) -> Failure:
     by_program = raised_here and (names_rank or isinstance(cause, (ValueError, OSError)))
     invalid = isinstance(cause, ConfigError) or type(cause) is Refused  # during launch
     explains_itself = by_program or invalid
-    text = redact(str(cause) if explains_itself else f"{type(cause).__name__}: {cause}")
+    message = str(cause) if explains_itself else f"{type(cause).__name__}: {cause}"
+    text = printable(redact(message))
     if cause is error:
         del inner[:1]  # the frame that called the job
-    frames = "".join(redact(frame) for frame in traceback.format_list(inner[-_FRAMES:]))
+    frames = "".join(printable(redact(frame)) for frame in traceback.format_list(inner[-_FRAMES:]))
     # a save that fails because a peer was lost is an OSError of this package
     may_follow = not explains_itself or isinstance(cause, OSError)
     transport = may_follow and _is_transport(error)

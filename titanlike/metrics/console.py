@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from titanlike.config.errors import printable
 from titanlike.metrics import units
 
 NUMBER = re.compile(r"[-+~]?\d[\d.,:]*(e[-+]?\d+)?( ?[A-Za-z%/]+)*|nan|-?inf|-")
@@ -78,7 +79,7 @@ class Console:
             self._block.append(text)
             if self._before and (text in self._before or not text):
                 return
-        tqdm.write(text, file=self._stream)
+        tqdm.write(printable(text), file=self._stream)
         self._stream.flush()
 
     def text(self, text: str, indent: int = 2, label: str = "") -> None:

@@ -125,7 +125,7 @@ def read_history(
     metrics = run_dir / "metrics.jsonl"
     if not (starts or metrics.exists() or (run_dir / "config.yaml").exists()):
         raise FileNotFoundError(f"{run_dir} is no run's directory: it has no metrics.jsonl")
-    sampled = quick and metrics.exists() and metrics.stat().st_size > QUICK
+    sampled = quick and metrics.is_file() and metrics.stat().st_size > QUICK
     records = _spread_records(metrics, points) if sampled else [*jsonl_records(metrics)]
     records = [*map(flat_record, records)]
     parts = sorted({name for record in records for name in record if "/" in name})
@@ -183,7 +183,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
 def _link(path: Path) -> str:
     """The http(s) address in a file, "" if there is none."""
     try:
-        text = path.read_text("utf-8").strip()
+        text = files.read_text(path, _TEXT).strip()
     except (OSError, ValueError):
         return ""
     return text if text.startswith(("https://", "http://")) else ""
@@ -229,8 +229,11 @@ def _text(value: Any) -> str:
 def _spread_records(path: Path, count: int) -> list[dict[str, Any]]:
     """Read records evenly spaced in the file, the last one, and those with a validation loss."""
     with files.open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        # up to a hole, of which there is none but in a file that no run has written
+        size = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+        if not size:
+            return []
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as text:
             begins = {
                 text.find(b"\n", position * size // count) + 1 for position in range(1, count)
             } | {0}
@@ -250,7 +253,7 @@ def _spread_records(path: Path, count: int) -> list[dict[str, Any]]:
 def _events(path: Path) -> list[dict[str, Any]]:
     """Evenly spaced saves, and the newest of the other events."""
     saves: list[dict[str, Any]] = []
-    others: list[dict[str, Any]] = []
+    others = deque[dict[str, Any]](maxlen=_EVENTS)
     for event in jsonl_records(path):
         if isinstance(kind := event.get("event"), str):
             path_or_reason = f"by {event.get('by')}" if kind == "stop" else _text(event.get("path"))
@@ -260,7 +263,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
             shown["text"] = _text(event.get("text")) or path_or_reason
             (saves if kind in ("saved", "saved_model") else others).append(shown)
     saves = saves[:: math.ceil(len(saves) / _EVENTS) or 1]
-    return sorted([*saves, *others[-_EVENTS:]], key=lambda event: event["step"])
+    return sorted([*saves, *others], key=lambda event: event["step"])
 
 
 def _starts(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 import titanlike
 from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override, redact_value
-from titanlike.config.errors import override_text
+from titanlike.config.errors import override_text, printable
 from titanlike.config.files import NotRegularFile, regular_fd, sync_to_disk
 from titanlike.metrics.summary import jsonl_records
 
@@ -149,7 +149,7 @@ class Events:
         """Write an event, and print its `text` if it has one; credentials are redacted."""
         if self._say is None:
             return
-        text = redact(text)  # e.g. a file system's error message may contain credentials
+        text = printable(redact(text))  # e.g. a file system's error message may contain credentials
         shown = {key: redact(v) if isinstance(v, str) else v for key, v in fields.items()}
         record = {"time": time.time(), "event": event, "step": step, **shown}
         append_line(self._path, files.dumps(record | ({"text": text} if text else {})))
@@ -285,7 +285,11 @@ def write_result(
     one process, "" if not asked for; goodput: see `metrics/goodput.py`.
     """
     shown = [redact_override(text) for text in overrides]
-    result: dict[str, Any] = {"status": status, "value": value, "error": error and redact(error)}
+    result: dict[str, Any] = {
+        "status": status,
+        "value": value,
+        "error": error and printable(redact(error)),
+    }
     result |= {"seconds": seconds, "overrides": shown} | (
         {"verification": verification} if verification else {}
     )

@@ -6,7 +6,8 @@ import os
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -110,16 +111,20 @@ def _last(lines: Iterator[bytes], key: str) -> float | None:
 
 def _backwards(file: IO[bytes]) -> Iterator[bytes]:
     """Yield the lines of a file, last first, beginning with what follows the last newline, even if
-    empty."""
+    empty; a line over `files.MOST_LINE` is the last one."""
     position = file.seek(0, os.SEEK_END)
-    rest = b""  # end of a line whose beginning is not read yet
-    while position > 0:
+    rest: list[bytes] = []  # end of a line whose beginning is not read yet, last part first
+    while position > 0 and sum(map(len, rest)) <= files.MOST_LINE:
         size = min(_BLOCK, position)
         position -= size
         file.seek(position)
-        rest, *lines = (file.read(size) + rest).split(b"\n")
-        yield from reversed(lines)
-    yield rest
+        first, *lines = file.read(size).split(b"\n")
+        if lines:
+            lines[-1] += b"".join(reversed(rest))
+            yield from reversed(lines)
+            rest = []
+        rest.append(first)
+    yield b"".join(reversed(rest))
 
 
 def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -134,10 +139,13 @@ def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def jsonl_records(path: Path, having: bytes = b"") -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSONL file whose line contains `having`; none if there is no file."""
+    """Yield the records of a JSONL file whose line contains `having`; none if there is no file. No
+    run writes a line over `files.MOST_LINE`: the file ends there."""
     try:
         with files.open_regular(path) as file:
-            yield from parse_records(line for line in file if having in line)
+            lines = iter(partial(file.readline, files.MOST_LINE), b"")
+            lines = takewhile(lambda line: len(line) < files.MOST_LINE, lines)
+            yield from parse_records(line for line in lines if having in line)
     except OSError:
         return
 

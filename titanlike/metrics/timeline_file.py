@@ -9,6 +9,8 @@ charts, where two are idle time:
 from __future__ import annotations
 
 import json
+import math
+import operator
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +23,7 @@ from titanlike.metrics import units
 from titanlike.metrics.chart import Chart, Span
 
 IDLE = ("wait", "agree")
+_MOST_EVENTS = 20_000  # of a rank in a step; some comparisons are quadratic in them
 _COMPUTED = ("F", "B", "I", "W")
 _PIPELINE = (*_COMPUTED, "gather", "reduce", "wait")
 
@@ -120,20 +123,42 @@ def write(path: Path, record: RankFile | Timeline) -> None:
 def read_rank(path: Path) -> RankFile:
     """Read a rank's file. Raises OSError, ValueError, KeyError or TypeError if it is missing or
     invalid."""
-    data = json.loads(path.read_text())
+    data = files.read_object(path)
     return RankFile(**{**data, "steps": [*map(_rank_step, data["steps"])]})
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Read a timeline.json. Raises as `read_rank`."""
-    with files.open_regular(path) as file:
-        data = json.load(file)
-    steps = [[_rank_step(rank) for rank in step] for step in data["steps"]]
-    return Timeline(**{**data, "steps": steps, "ranks": [Place(*each) for each in data["ranks"]]})
+    """Read a timeline.json. Raises OSError, and ValueError for what no run has written."""
+    timeline: Timeline = files.read_object(path, Timeline)
+    try:
+        steps = [[_rank_step(rank) for rank in step] for step in timeline.steps]  # type: ignore
+        places = [Place(operator.index(n), str(h), str(d)) for n, h, d in timeline.ranks]
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{path}: is damaged ({error})") from None
+    pipelines = {tuple(rank.rank for rank in step) for step in steps}
+    per_rank = {rank.pp_rank for step in steps for rank in step}
+    stages = {*range(len(timeline.place))}
+    spans = [event for step in steps for rank in step for event in rank.events]
+    if (
+        len(pipelines) != 1
+        or per_rank != {*range(len(timeline.order))}
+        or not {*timeline.place} <= per_rank
+        or not {event.stage for event in spans} <= stages | {-1}
+        or len(timeline.stages) != len(stages)
+        or max(len(rank.events) for rank in steps[0]) > _MOST_EVENTS
+        or not all(math.isfinite(event.start + event.end) for event in spans)
+    ):
+        raise ValueError(f"{path}: its parts do not belong together")
+    return replace(timeline, steps=steps, ranks=places)
 
 
 def _rank_step(data: dict[str, Any]) -> RankStep:
-    return RankStep(**{**data, "events": [Span(*event) for event in data["events"]]})
+    events = [_span(*event) for event in data["events"]]
+    return files.as_record({**data, "events": events}, RankStep)
+
+
+def _span(kind: str, stage: int, mb: int, start: float, end: float) -> Span:
+    return Span(str(kind), operator.index(stage), operator.index(mb), float(start), float(end))
 
 
 def merge(

@@ -237,7 +237,7 @@ def run_id(run_dir: Path) -> tuple[str, str]:
     saved = _saved(file, secrets.token_hex(4))
     for place in earlier_folders(run_dir):
         with contextlib.suppress(OSError, ValueError):
-            if Path(place, "wandb", "run_id").read_text(encoding="utf-8").strip() == saved:
+            if files.read_text(Path(place, "wandb", "run_id")).strip() == saved:
                 file.unlink()
                 file.with_name("run_url").unlink(missing_ok=True)
                 new_id = _saved(file, secrets.token_hex(4))
@@ -268,7 +268,7 @@ def _mode(mode: str) -> str:
 def _saved(path: Path, text: str) -> str:
     """Read the text in `path`; the first time, write `text` to it and return that."""
     with contextlib.suppress(FileNotFoundError):
-        if saved := path.read_text(encoding="utf-8").strip():
+        if saved := files.read_text(path).strip():
             return saved
     files.atomic_write_text(path, text + "\n")
     return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titanlike.config.errors import some_names
-from titanlike.config.files import sync_to_disk
+from titanlike.config.files import as_record, read_object, sync_to_disk
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # the format's words
@@ -71,15 +72,20 @@ def other_weights(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*") if path.suffix in kinds)
 
 
+@dataclass(frozen=True)
+class _Index:
+    weight_map: dict[str, str]  # tensor -> file
+
+
 def _indexed(folder: Path) -> dict[str, str] | None:
     """Map tensor names to files; None without an index. Raises ValueError."""
     index = folder / INDEX
     if not index.is_file():
         return None
     try:
-        files = dict(json.loads(index.read_text())["weight_map"])
+        files = as_record(read_object(index), _Index).weight_map
         elsewhere = sorted({name for name in files.values() if Path(name).name != name})
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         reason = f"path={folder}: {INDEX} is damaged ({error}); copy it again"
         raise ValueError(reason) from None
     if elsewhere:

@@ -17,7 +17,7 @@ import importlib
 import io
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -42,10 +42,10 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """Parse the notation of str(), such as "2F0". Raises ValueError."""
-        match = re.fullmatch(r"([0-9]{1,6})([FBIW])([0-9]+)", text.strip())
+        match = re.fullmatch(r"([0-9]{1,6})([FBIW])([0-9]{1,6})", text.strip())
         if not match:
             expected = "expected stage, kind (F, B, I or W) and microbatch, such as 2F0"
-            raise ValueError(f"{text.strip()!r} is not an action: {expected}")
+            raise ValueError(f"{text.strip()[:40]!r} is not an action: {expected}")
         return cls(match[2], int(match[1]), int(match[3]))
 
 
@@ -113,8 +113,13 @@ class Order:
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[str]], place: Sequence[int]) -> Order:
         """Make an Order from each rank's actions as text, and each stage's rank, as saved by a run.
-        Raises ValueError for an invalid action."""
+        Raises ValueError for an invalid action or stage."""
+        stages = {*range(len(place))}
         ranks = tuple(tuple(map(Action.parse, row)) for row in rows)
+        if not {act.stage for acts in ranks for act in acts} == stages or not stages:
+            raise ValueError("its actions are not of the stages that it places")
+        if not {*place} <= {*range(len(ranks))}:
+            raise ValueError("it places a stage on a rank that it has not")
         return cls(ranks, tuple(place), len({act.mb for acts in ranks for act in acts}))
 
     @classmethod
@@ -126,7 +131,8 @@ class Order:
         """
         ranks: list[tuple[Action, ...]] = []
         reader = csv.reader(io.StringIO(text))
-        for cells in reader:
+        rows = iter(lambda: _next_row(reader), None)
+        for cells in rows:
             acts: list[Action] = []
             for column, cell in enumerate(cells, start=1):
                 try:
@@ -147,3 +153,10 @@ class Order:
             raise ValueError(f"{reason}: number the stages from 0 without a gap")
         microbatches = 1 + max(act.mb for acts in ranks for act in acts)
         return cls(tuple(ranks), tuple(place[s] for s in range(last + 1)), microbatches)
+
+
+def _next_row(reader: Iterator[list[str]]) -> list[str] | None:
+    try:
+        return next(reader, None)
+    except csv.Error as error:
+        raise ValueError(str(error)) from None

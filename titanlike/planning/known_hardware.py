@@ -35,6 +35,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import Config, Hardware, MeasuredHardware, RunHardware
+from titanlike.config.yaml_files import read_yaml
 from titanlike.costs.auto_split import run_timeline
 from titanlike.costs.node_costs import Times, attention_share, now
 from titanlike.costs.unit_costs import CostError
@@ -249,7 +250,11 @@ def measured_hardware(config: Config, ranks: int) -> Hardware:
 
     what = f"this machine with {ranks} processes"
     profile = _kept(config, "", ranks, what, "measure_hardware", choice)
-    return replace(base, **{name: value for name, value in profile.items() if name in vars(base)})
+    known = {name: value for name, value in profile.items() if name in vars(base)}
+    parsed, problems = parse({"hardware": to_plain(base) | known})
+    if problems or not isinstance(parsed.hardware, Hardware):
+        raise ConfigError([*problems, damaged("its keys are not those of a profile")][:1])
+    return parsed.hardware
 
 
 def measured_times(config: Config, plan: TrainPlan, deferred: Collection[int]) -> list[Seconds]:
@@ -263,9 +268,13 @@ def measured_times(config: Config, plan: TrainPlan, deferred: Collection[int]) -
     name = f"units/{costs.signature}-"
     profiles = _kept(config, name, ranks, "the model's units", "measure_units")
     seconds: list[Seconds] = []
-    for stage, names in enumerate(plan.stages):
-        profile = profiles["deferred" if stage in deferred else "together"]
-        seconds += profile[len(seconds) : len(seconds) + len(names)]
+    try:
+        for stage, names in enumerate(plan.stages):
+            profile = profiles["deferred" if stage in deferred else "together"]
+            profile = profile[len(seconds) : len(seconds) + len(names)]
+            seconds += [(float(f), float(i), float(w)) for f, i, w in profile]
+    except (TypeError, ValueError, KeyError):
+        raise ConfigError([damaged("its times are not three a unit")]) from None
     return seconds
 
 
@@ -305,7 +314,18 @@ def _kept(
         path.parent.mkdir(parents=True, exist_ok=True)
         files.atomic_write_text(path, f"# Measured of {what}.\n{text}")
         print(f"kept in {path}", file=sys.stderr, flush=True)
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        profile = read_yaml(path)
+        if not isinstance(profile, dict):
+            raise ValueError("is no measurement")
+        return profile
+    except (OSError, ValueError) as error:
+        raise ConfigError([damaged(f"{path}: {error}")]) from None
+
+
+def damaged(reason: str) -> Problem:
+    """Return the error for a stored measurement that no run has written."""
+    return Problem("hardware", "measure", reason, "hardware.again=true measures anew")
 
 
 def _measure(config: Config, function: str, ranks: int) -> list[dict[str, Any]]:

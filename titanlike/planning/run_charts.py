@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config.errors import ConfigError
+from titanlike.config.files import as_record
 from titanlike.config.received import Consent
 from titanlike.config.schema import TIMELINE
 from titanlike.metrics import timeline_file, units
-from titanlike.metrics.chart import Chart
+from titanlike.metrics.chart import MOST_DRAWN, Chart
 
 if TYPE_CHECKING:
     from titanlike.pipeline.order import Order
@@ -29,7 +30,7 @@ def run_charts(
         try:
             measured = timeline_file.chart_of(timeline_file.read_timeline(run_dir / TIMELINE))
             yield replace(measured, title=f"measured: {measured.title}")
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
+        except (OSError, ValueError, LookupError, TypeError):
             planned = None
         if planned is not None:
             from titanlike.planning.estimate_text import chart_of
@@ -42,12 +43,24 @@ def run_charts(
             if estimate is not None:
                 yield replace(chart := chart_of(estimate), title=f"planned: {chart.title}")
     try:
-        ranks, place, name = layout["order"], layout["place"], layout["schedule"]
-    except KeyError:  # no pipeline, or the order is too long
-        return
-    from titanlike.pipeline.order import Order
+        drawn = as_record(layout, _Layout)
+        from titanlike.pipeline.order import Order
+        from titanlike.pipeline.order_check import check_order
 
-    yield order_chart(Order.from_rows(ranks, place), name)
+        if sum(map(len, drawn.order)) <= MOST_DRAWN:
+            order = check_order(Order.from_rows(drawn.order, drawn.place))
+            yield order_chart(order, drawn.schedule)
+    except ValueError:  # no pipeline, or the order is too long or damaged
+        return
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a launch's layout says of its schedule, if pp > 1."""
+
+    order: list[list[str]]
+    place: list[int]
+    schedule: str
 
 
 def order_chart(order: Order, name: str) -> Chart:

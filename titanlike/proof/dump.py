@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config
+from titanlike.config.yaml_files import read_yaml
 from titanlike.models.hf_names import FAMILIES, counterpart
 from titanlike.models.hf_weights import Source, source_of
 from titanlike.models.registry import complete_arguments, resolve_model
@@ -65,7 +65,7 @@ def _renamed(
     """Remove wrappers' prefixes, and apply the file's map: name -> name, or several names that each
     get rows of the tensor."""
     files = {_WRAPPERS.sub("", name): tensor for name, tensor in given.items()}
-    names = yaml.safe_load(Path(path).expanduser().read_text()) if path else {}
+    names = read_yaml(Path(path).expanduser()) if path else {}
     for theirs, ours in names.items():
         pattern = re.escape(theirs).replace(re.escape("#"), r"(\d+)")
         for match_ in [match for name in files if (match := re.fullmatch(pattern, name))]:

@@ -10,6 +10,7 @@ from titanlike.device import accelerator
 from titanlike.device.choose import ranks_of
 from titanlike.distributed.mesh import Mesh
 from titanlike.metrics import units
+from titanlike.metrics.chart import MOST_DRAWN
 from titanlike.training.train_plan import TrainPlan
 
 
@@ -32,9 +33,6 @@ def ranks_text(mesh: Mesh, pp_rank: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-_DRAWN = 8_000  # actions; a longer schedule is not drawn in a run's page
-
-
 def layout(config: Config, plan: TrainPlan, mesh: Mesh, data: str) -> dict[str, Any]:
     """Describe what a launch trains and where, as plain data: device, model, data (a description),
     mesh, stages, and the schedule's actions if pp > 1."""
@@ -44,7 +42,7 @@ def layout(config: Config, plan: TrainPlan, mesh: Mesh, data: str) -> dict[str, 
     more = [*schedule, units.microbatches(plan.microbatches), f"ZeRO {plan.zero}"]
     ranks = plan.order.ranks
     order: dict[str, Any] = {}
-    if 1 < config.pp <= sum(map(len, ranks)) <= _DRAWN:
+    if 1 < config.pp <= sum(map(len, ranks)) <= MOST_DRAWN:
         order = {"schedule": config.schedule.name, "place": [*plan.order.stage_to_rank]}
         order["order"] = [[*map(str, acts)] for acts in ranks]
     device = f"{mesh.world_size} x {accelerator.name(mesh.device)} with {mesh.backend}"
