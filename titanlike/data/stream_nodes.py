@@ -27,12 +27,19 @@ import xxhash
 from torch import Tensor
 from torchdata.nodes import BaseNode, IterableWrapper
 
-from titanlike.config.files import open_regular
 from titanlike.data.hf_dataset import text_of
 from titanlike.data.kinds import DataError
 from titanlike.data.mixture import Points, weight_at
 from titanlike.data.order import shuffled_index, splitmix64
-from titanlike.data.text import COMPRESSED, TABLES, BadRecord, documents, jsonl_text, kind_of_file
+from titanlike.data.text import (
+    COMPRESSED,
+    TABLES,
+    BadRecord,
+    documents,
+    jsonl_text,
+    kind_of_file,
+    opened,
+)
 from titanlike.data.tokenizer import Tokenizer
 from titanlike.torch_private.loader_worker import read_as_part
 
@@ -135,7 +142,7 @@ def _first_line(file: Any, part: Part) -> int:
 
 
 def _lines(part: Part, offset: int, text_key: str) -> Iterator[tuple[Row, int]]:
-    with open_regular(Path(part.path)) as file:
+    with opened(Path(part.path)) as file:
         offset = file.seek(offset) if offset else _first_line(file, part)
         while offset < part.stop and (line := file.readline()):
             begin, offset = offset, offset + len(line)
@@ -149,7 +156,7 @@ def _lines(part: Part, offset: int, text_key: str) -> Iterator[tuple[Row, int]]:
 def _pieces(part: Part, offset: int, _: str) -> Iterator[tuple[Row, int]]:
     """Yield the lines that begin within a text file's part, in pieces that end at a line, or within
     a long line at a character."""
-    with open_regular(Path(part.path)) as file:
+    with opened(Path(part.path)) as file:
         begins = not offset
         offset = file.seek(offset) if offset else _first_line(file, part)
         piece = b"\n" if offset < part.stop else b""

@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -61,6 +62,9 @@ SKIPPED = frozenset(
 
 FORMAT = 2  # part of the cache key: increment when the file format changes
 PARTS = ("train", "validation")
+_LARGEST = 1 << 26  # bytes that a record may always have
+_UNPACKED = 50  # bytes of a record per byte of its file
+_AT_ONCE = 8  # rows of a table that are in memory as texts
 _MAX_UNUSED = 4  # model's vocabulary / tokenizer's vocabulary, for data.path=null
 
 _T = TypeVar("_T")
@@ -262,8 +266,7 @@ def records(path: Path, text_key: str) -> Iterator[str | BadRecord]:
         if kind_of_file(path) in (*TABLES, ".jsonl"):
             rows = rows_of(path, text_key)
         else:
-            with opened(path) as file:
-                text = file.read().decode("utf-8-sig")
+            text = _whole(path)
             json_rows = _json_rows(text) if kind_of_file(path) == ".json" else []
             if not json_rows or text_key not in json_rows[0]:
                 yield from filter(None, [text])
@@ -288,18 +291,37 @@ def rows_of(path: Path, key: str | None = None) -> Iterator[tuple[int, Any]]:
     if kind in TABLES:
         names, batches = _table(path)
         columns = [one for one in (key, str(key).partition(".")[0]) if one in names][:1]
-        yield from enumerate(
-            chain.from_iterable(b.to_pylist() for b in batches(columns or names)), 1
+        pieces = (
+            batch.slice(start, _AT_ONCE).to_pylist()
+            for batch in batches(columns or names)
+            for start in range(0, len(batch), _AT_ONCE)
         )
+        yield from enumerate(chain.from_iterable(pieces), 1)
+        return
+    if kind == ".json" and (rows := _json_rows(_whole(path))):
+        yield from enumerate(rows, 1)
         return
     with opened(path) as file:
-        if kind == ".json" and (rows := _json_rows(file.read().decode("utf-8-sig"))):
-            yield from enumerate(rows, 1)
-            return
-    with opened(path) as file:
-        for number, line in enumerate(file, 1):
+        lines = iter(partial(file.readline, (most := _largest(path)) + 1), b"")
+        for number, line in enumerate(lines, 1):
+            if len(line) > most:
+                raise ValueError(f"line {number} is longer than {most >> 20} MiB")
             if line.strip():
                 yield number, _json_of(line, number)
+
+
+def _whole(path: Path) -> str:
+    with opened(path) as file:
+        data = file.read((most := _largest(path)) + 1)
+    if len(data) > most:
+        raise ValueError(f"unpacks to more than {most >> 20} MiB")
+    return data.decode("utf-8-sig")
+
+
+def _largest(path: Path) -> int:
+    """Return how many bytes a record of a file may have: all of them, or a multiple of a compressed
+    file's, which a real text's compression does not reach."""
+    return max(_LARGEST, path.stat().st_size * _UNPACKED)
 
 
 def read_failure(error: Exception) -> str:
@@ -374,7 +396,7 @@ def _table(path: Path) -> tuple[list[str], Callable[[list[str]], Iterator[Any]]]
     """Return the columns of a Parquet, Arrow or ORC file, and a function that reads some as record
     batches."""
     try:
-        from pyarrow import ArrowInvalid, ipc, memory_map, orc, parquet
+        from pyarrow import ArrowException, ipc, memory_map, orc, parquet
     except ImportError:
         raise missing_package("data.path", path, "pyarrow", "text") from None
     try:
@@ -387,8 +409,14 @@ def _table(path: Path) -> tuple[list[str], Callable[[list[str]], Iterator[Any]]]
                 table.read_stripe(i, names) for i in range(table.nstripes)
             )
         if magic[:4] == b"PAR1" or path.suffix == ".parquet":
-            table = parquet.ParquetFile(path)
-            return table.schema_arrow.names, lambda names: table.iter_batches(1024, columns=names)
+            schema = parquet.read_schema(path)
+            names, texts = schema.names, [f.name for f in schema if str(f.type) == "string"]
+            # a repeated text is there once, until its row is read
+            table = parquet.ParquetFile(path, read_dictionary=texts)
+            groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
+            if max((group.total_byte_size for group in groups), default=0) > _largest(path):
+                raise ValueError(f"a row group unpacks to more than {_largest(path) >> 20} MiB")
+            return names, lambda names: table.iter_batches(1024, columns=names)
         source = memory_map(str(path))
         if magic == b"ARROW1":
             table = ipc.open_file(source)
@@ -396,9 +424,9 @@ def _table(path: Path) -> tuple[list[str], Callable[[list[str]], Iterator[Any]]]
         else:  # Arrow's streaming format, which save_to_disk writes
             table = every = ipc.open_stream(source)
         return table.schema.names, lambda names: (batch.select(names) for batch in every)
-    except ArrowInvalid as error:
+    except (ArrowException, OSError, ValueError) as error:
         kind = path.suffix[1:].capitalize()
-        reason = f"is not a {kind} file ({error})"
+        reason = f"is not a {kind} file that can be read ({' '.join(str(error).split())[:200]})"
         raise DataError("data.path", path, reason, f"give a complete {kind} file") from None
 
 
@@ -410,8 +438,13 @@ def kind_of_file(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, decompressing it. Raises DataError for a missing package."""
+    """Open a file, decompressing it. Raises DataError for a missing package, ValueError for a
+    sparse file."""
     with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size:
+            raise ValueError("has holes, which no text has")
+        file.seek(0)
         magic = cast(io.BufferedReader, file).peek(4)[:4]
         if magic[:2] == b"\x1f\x8b":
             # a BufferedIOBase, in typeshed not an IO

@@ -279,7 +279,8 @@ class _Borders:
         def place(mark: int) -> int:
             if not self.itemsize:
                 return int(mark)
-            return int(self.places[mark]) // self.itemsize if mark < len(self.places) else _END
+            inside = 0 <= mark < len(self.places)
+            return int(self.places[mark]) // self.itemsize if inside else _END
 
         first, last = (bisect_right(self.marks, one, key=place) for one in (start, stop))
         return np.array([place(mark) for mark in self.marks[first:last]], np.int64)

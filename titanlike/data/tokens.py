@@ -186,8 +186,10 @@ def read_index(folder: Path) -> dict[str, Any]:
     try:
         as_record(index, _Index)
         names = [as_record(entry, _Entry).name for entry in index["files"]]
-        if odd := next((name for name in names if Path(name).name != name), None):
-            raise ValueError(f"names {odd[:200]}, which is outside of it")
+        if odd := next(
+            (name for name in names if Path(name).name != name or len(name) > 255), None
+        ):
+            raise ValueError(f"names {odd[:200]}, which is not in it")
         if len({*names}) < len(names):
             raise ValueError("names a file twice")
     except ValueError as error:

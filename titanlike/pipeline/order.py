@@ -42,7 +42,7 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """Parse the notation of str(), such as "2F0". Raises ValueError."""
-        match = re.fullmatch(r"([0-9]{1,6})([FBIW])([0-9]{1,6})", text.strip())
+        match = re.fullmatch(r"([0-9]{1,6})([FBIW])([0-9]{1,9})", text.strip())
         if not match:
             expected = "expected stage, kind (F, B, I or W) and microbatch, such as 2F0"
             raise ValueError(f"{text.strip()[:40]!r} is not an action: {expected}")
