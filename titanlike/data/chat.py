@@ -24,6 +24,7 @@ import os
 import re
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -72,7 +73,8 @@ __all__ = ["CHECKS", "ChatTemplate", "find_template", "open_data", "vocabulary"]
 FORMAT = 3  # part of the key of a cache entry
 _FIX = "fix or delete that line"
 _SUFFIXES = (".jsonl", ".json", *TABLES)
-_SECONDS = 5  # time limit for rendering a short conversation
+_SECONDS = 5  # time limit for rendering a conversation
+_MOST_TEXT = 1 << 20  # characters that a template adds to a conversation
 
 # each message after its role; an answer ends with the token that ends a text
 BUILT_IN = (
@@ -368,7 +370,8 @@ class ChatTemplate:
         now = datetime.fromisoformat(day or first_day())
         environment.globals |= {"raise_exception": _refuse, "strftime_now": now.strftime}
         try:
-            self._template = environment.from_string(source)
+            with _limited():  # constants are computed
+                self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from None
         self._has_marks = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
@@ -402,11 +405,14 @@ class ChatTemplate:
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         names = {**self.tokenizer.names, "tools": tools, "documents": None}
         try:
-            text = self._template.render(messages=given, add_generation_prompt=ask, **names)
+            with _limited():
+                text = self._template.render(messages=given, add_generation_prompt=ask, **names)
+            if len(text) > _MOST_TEXT + 20 * len(str([given, tools])):
+                raise ValueError(f"it makes {len(text):,} characters of a conversation")
         except Exception as error:  # a template's expressions may raise anything
             if (plain := [*map(with_text_arguments, given)]) != given:
                 return self._render(plain, tools, ask)
-            reason = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise BadConversation(f"the chat template fails: {reason}") from None
         calls = [call for message in given for call in message.get("tool_calls") or ()]
         for name in (call.get("function", call).get("name", "") for call in calls):
@@ -571,13 +577,35 @@ def _is_bounded(make: Callable[[], ChatTemplate]) -> bool:
         with contextlib.suppress(BaseException):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_SECONDS)
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            limit = pages * resource.getpagesize() + 2**30
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         try:
-            make().render(EXAMPLE)
+            with _limited(_SECONDS + 1):
+                make().render(EXAMPLE)
         except (MemoryError, ValueError) as error:
             os._exit(isinstance(error.__context__ or error, MemoryError))
         finally:
             os._exit(0)
     return os.waitpid(child, 0)[1] == 0
+
+
+@contextlib.contextmanager
+def _limited(seconds: int = _SECONDS) -> Iterator[None]:
+    """Limit what a rendering takes: 1 GiB more than now (MemoryError), and in the main thread
+    `seconds` (ValueError)."""
+
+    def late(*_: Any) -> None:
+        raise ValueError(f"it takes more than {seconds} s")
+
+    timed = threading.current_thread() is threading.main_thread() and not signal.alarm(0)
+    before = signal.signal(signal.SIGALRM, late) if timed else None
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(OSError, ValueError):  # a lower one is there already
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30, limits[1]))
+    try:
+        signal.alarm(seconds if timed else 0)
+        yield
+    finally:
+        signal.alarm(0)
+        if timed:
+            signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)

@@ -33,13 +33,6 @@ _SHARDED = r"data/([\w.]+)-\d{5}-of-\d{5}[^/]*\.[^/]*"
 _MOST_STARS = 3  # of ** in a pattern of a card
 
 
-def saved_splits(folder: Path) -> dict[str, list[str]]:
-    """Return the Arrow files of a save_to_disk folder, by split; "" = it has no splits."""
-    names = split_names(folder)
-    places = {"": folder} if names is None else {name: folder / name for name in names}
-    return {name: [*map(str, arrow_files(place))] for name, place in places.items()}
-
-
 def split_names(folder: Path) -> list[str] | None:
     """Return the splits that save_to_disk wrote; None = a data set without splits. Raises
     DataError."""
@@ -53,12 +46,6 @@ def split_names(folder: Path) -> list[str] | None:
     except (OSError, ValueError) as error:
         reason = str(error)
     raise DataError("data.path", folder, reason, "save it again, or give the folder of one split")
-
-
-def arrow_files(folder: Path) -> list[Path]:
-    from titanlike.data.text import files_under
-
-    return files_under(folder, (".arrow",))
 
 
 def folder_splits(

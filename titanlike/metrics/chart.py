@@ -29,9 +29,6 @@ KINDS = {
 }
 
 
-MOST_DRAWN = 8_000  # actions; a longer schedule is not drawn in a run's page
-
-
 class Span(NamedTuple):
     """One activity of a rank. kind: a key of KINDS; stage, mb (microbatch): -1 if it belongs to
     none."""

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+MOST_DRAWN = 8_000  # actions; a longer schedule is not drawn in a run's page
+
 
 class Action(NamedTuple):
     """One compute action of one stage on one microbatch, written as "2F0" (stage, kind,

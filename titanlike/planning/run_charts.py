@@ -12,7 +12,7 @@ from titanlike.config.files import as_record
 from titanlike.config.received import Consent
 from titanlike.config.schema import TIMELINE
 from titanlike.metrics import timeline_file, units
-from titanlike.metrics.chart import MOST_DRAWN, Chart
+from titanlike.metrics.chart import Chart
 
 if TYPE_CHECKING:
     from titanlike.pipeline.order import Order
@@ -44,7 +44,7 @@ def run_charts(
                 yield replace(chart := chart_of(estimate), title=f"planned: {chart.title}")
     try:
         drawn = as_record(layout, _Layout)
-        from titanlike.pipeline.order import Order
+        from titanlike.pipeline.order import MOST_DRAWN, Order
         from titanlike.pipeline.order_check import check_order
 
         if sum(map(len, drawn.order)) <= MOST_DRAWN:

@@ -10,7 +10,7 @@ from titanlike.device import accelerator
 from titanlike.device.choose import ranks_of
 from titanlike.distributed.mesh import Mesh
 from titanlike.metrics import units
-from titanlike.metrics.chart import MOST_DRAWN
+from titanlike.pipeline.order import MOST_DRAWN
 from titanlike.training.train_plan import TrainPlan
 
 
