@@ -311,6 +311,17 @@ def test_a_clock_that_is_set_does_not_end_a_run_with_max_time(
     assert stop.code(max_time=600) == signals.MAX_TIME
 
 
+@pytest.mark.slow
+def test_a_terminal_has_a_line_before_torch_is_imported(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    words = [sys.executable, ROOT / "train.py", *TINY, "dp=2", "device=cpu", "--check"]
+    done = subprocess.run(words, cwd=tmp_path, stdout=theirs, timeout=300)
+    os.close(theirs)
+    lines = os.read(ours, 4096).decode().splitlines()
+    os.close(ours)
+    assert done.returncode == 0 and lines[0] == "2 ranks on cpu, importing torch ..."
+
+
 def test_a_full_disk_at_the_start_is_one_line(tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))"
     words = [*TINY, f"run_dir={tmp_path}/run"]

@@ -158,10 +158,9 @@ def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
     runner = task.runner = replace(runner, environment=checked.environment)
     for line in checked.notes if not runner.checked else ():  # before user code is imported
         print(printable(redact(line)), flush=True)
-    starts = checked.config is not None and not (checked.problems or checked.multirun)
-    if starts and sys.stdout.isatty() and not runner.checked:  # what follows takes seconds
-        assert checked.config is not None
-        count, device = checked.config.world_size, checked.config.device
+    config, none = checked.config, checked.problems or checked.multirun or runner.checked
+    if config is not None and not none and sys.stdout.isatty():  # what follows takes seconds
+        count, device = config.world_size, config.device
         where = "" if device == "auto" else f" on {device}"
         print(f"{count} rank{'s' * (count > 1)}{where}, importing torch ...", flush=True)
     try:
