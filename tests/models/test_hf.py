@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -302,7 +303,12 @@ def test_damaged_folders_are_detected_before_launch(tmp_path: Path) -> None:
     assert "has weights in pytorch_model.bin" in str(problem)  # and not silently from scratch
 
 
-def test_config_keys_reach_the_model() -> None:
+def test_config_keys_reach_the_model(tmp_path: Path) -> None:
     args = {"family": "llama", "config": sizes("llama", num_hidden_layers=2), "vocab_size": 64}
     assert build_model(Custom("hf", args)).config.num_hidden_layers == 2
     assert build_model(Custom("hf", args | {"max_seq_len": 48})).max_seq_len == 48
+    folder_of("llama", tmp_path)
+    older = {"rope_theta": 50.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    for where in ({"path": str(tmp_path)}, {"family": "llama"}):  # keys of transformers 4
+        model = build_model(Custom("hf", where | {"config": deepcopy(older)}))
+        assert model.config.rope_parameters == {"rope_theta": 50.0, **older["rope_scaling"]}

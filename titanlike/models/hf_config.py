@@ -22,9 +22,10 @@ _TESTED = """
     phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 vaultgemma
     """
 FAMILIES = tuple(_TESTED.split())
-# Families that are known not to work -> reason.
 _SCANS = "its layers scan over the sequence with kernels that are neither split nor packed here"
 _CHUNKS = "its attention in chunks is not rebuilt here"
+_OLDER_KEYS = {"rope_theta", "rope_scaling"}  # of transformers 4, which version 5 reads, too
+# Families that are known not to work -> reason.
 REFUSED = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba2"), _SCANS),
     **dict.fromkeys(("qwen3_next", "minimax", "recurrent_gemma"), _SCANS),
@@ -58,6 +59,7 @@ def settings_of(
         settings = transformers.AutoConfig.for_model(family)
         _add_sizes_of_data(settings, config, vocab_size, max_seq_len)
     problems, keys = [], {*settings.to_dict(), *settings.attribute_map}
+    keys |= _OLDER_KEYS if "rope_parameters" in keys else set()
     for key in config.keys() - keys - inspect.signature(type(settings)).parameters.keys():
         near, value = nearest(key, keys), override_text(config[key])
         fix = f"; write model.config.{near}={value}" if near else ""
@@ -69,6 +71,9 @@ def settings_of(
     changes = {settings.attribute_map.get(key, key): value for key, value in config.items()}
     if "layer_types" in plain and {"num_hidden_layers", "sliding_window"} & changes.keys():
         plain.pop("layer_types")  # its length is the number of layers
+    if _OLDER_KEYS & changes.keys() and plain:
+        plain = with_older_keys(plain)
+        del plain["rope_parameters"]  # which would count more
     try:
         settings = type(settings)(**{**plain, **changes})
     except Exception as error:  # transformers checks types and sizes with its own errors
