@@ -22,9 +22,9 @@ class Counterpart:
     prefix: of names, which some folders omit. keys: sizes that its config has; renamed: those with
     another name there. repeated: keys of transformers 4 -> keys with the same value. needs: other
     sizes, which must have this value. present: sizes that must not be null or 0 -> a possible
-    value. fixed: keys of its config that must have this value. stored: (pattern,
-    replacement) from a parameter's name to its name in files, where # is an expert's number.
-    transposed: a pattern of matrices stored as [..., in, out].
+    value. fixed: keys of its config that must have this value. stored: (pattern, replacement) from
+    a parameter's name to its name in files, where # is an expert's number. transposed: a pattern of
+    matrices stored as [..., in, out].
     """
 
     model_type: str
@@ -49,11 +49,9 @@ class Counterpart:
 
     def config_json(self, sizes: Mapping[str, Any], length: int) -> dict[str, Any]:
         """Return config.json for a model of these sizes, and sequences of `length`."""
-        config: dict[str, Any] = {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-        }
         whole = whole_sizes(sizes)
+        config: dict[str, Any] = {"model_type": self.model_type}
+        config |= {"architectures": [self.architecture]}
         config |= {self.renamed.get(key, key): whole[key] for key in self.keys} | self.fixed
         if "rope_theta" in config:
             scaling = whole["rope_scaling"] or {"rope_type": "default"}
@@ -173,8 +171,7 @@ GPT2 = Counterpart(
     transposed=r"\.(c_attn|c_proj|c_fc)\.weight",  # transformers' Conv1D
 )
 
-_MIXTURE = (*_DECODER, "num_local_experts", "num_experts_per_tok")
-_MIXTURE += ("moe_intermediate_size",)
+_MIXTURE = (*_DECODER, "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
 _PLAIN: dict[str, Any] = {"attention_bias": False, "attention_sinks": False}
 _PLAIN |= {"sliding_window": None, "swiglu_limit": None}
 _MIXTURE_NEEDS = {
