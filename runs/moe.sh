@@ -20,7 +20,7 @@ config+=("data.sources={web:{path:$WEB,weight:0.7},code:{path:$CODE,weight:0.3}}
 # 1. the layouts of as many devices, by what they would cost
 titanlike plan search "gpus=${DEVICES:-2}" "${config[@]}" "hardware=${HARDWARE:-cpu}" --top 3
 
-# 2. short runs with each learning rate; sweep.html has the loss against it
+# 2. short runs with each learning rate; the table at the end has the loss of each
 titanlike -m "${config[@]}" "${layout[@]}" "optimizer.lr=$rates" "steps=$((steps / 4))" \
     sweep.resume=true checkpoint.last=false "run_dir=$OUT/sweep"
 lr=$(python - "$OUT/sweep" <<'PYTHON'

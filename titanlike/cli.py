@@ -97,17 +97,17 @@ TOOLS = {
         "generation.commands.evaluate_main", "perplexity, bits a byte, and lm-evaluation-harness"
     ),
     "report": Command("driver.tools.report", "runs as one page: report.html"),
-    "sweep": Command("driver.sweep_table.main", "print and draw the table of a sweep"),
     "gpu-check": Command("proof.gpu_check.main", "check this machine's GPUs, and write a report"),
     "scripts": Command("driver.tools.scripts", "copy the job scripts of a cluster"),
 }
 LISTED = {  # shown in --help
     "plan and train": ("train", "verify", "plan", "tokenize", "scripts"),
-    "look at runs": ("report", "timeline", "sweep", "checkpoint"),
+    "look at runs": ("report", "timeline", "checkpoint"),
     "use a model": ("generate", "sample", "evaluate", "perplexity", "export"),
     "measure": ("bench", "waits", "gpu-check"),
 }
 MOVED = {  # removed commands, and what replaces them
+    "sweep": "a sweep prints its table at its end; `titanlike report RUN RUN` lays its runs over each other",
     "bench-checkpoint": "in a checkout, run `python tools/bench_checkpoint.py`",
     "bench-data": "in a checkout, run `python tools/bench_data.py`",
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import shlex
 import subprocess
 import types
 import typing
@@ -334,7 +335,7 @@ def test_a_printed_command_is_quoted_for_the_shell(tmp_path: Path) -> None:
         line = (folder / "config.yaml").read_text().splitlines()[1].removeprefix("#").strip()
         assert pasted(line)[-2:] == ["--config-path", str(folder)]
         sweep = SimpleNamespace(command=["seed=1,2"], program=["python", "train.py"], folder=folder)
-        words = pasted(SweepRun._resume_line(sweep))
+        words = pasted(shlex.join(SweepRun._again(sweep)))
         assert words[:3] == ["python", "train.py", "seed=1,2"]
         override = OverridesParser.create().parse_override(words[3])
         assert override.key_or_group == "run_dir" and str(override.value()) == str(folder)

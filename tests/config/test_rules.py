@@ -99,7 +99,6 @@ RULES = [
     ("launch.max_restarts", "1000000", "1000001", ""),
     ("spike_window", "2 1000000", "1 1000001", ""),
     ("sweep.parallel", "1 100000", "0 100001", ""),
-    ("sweep.share", "0/4 3/4", "4/4 x", ""),
     ("value", "loss", "val_loss", "validation.every=0"),
     ("value", "val_loss mfu", "accuracy val_loss/code", ""),
     ("logger.project", "x", "a/b", "logger=wandb"),

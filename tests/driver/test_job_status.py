@@ -12,7 +12,7 @@ import pytest
 from support.paths import ROOT
 from support.sweep_folders import COMMAND, age, config, done, log, steps
 from titanlike.driver.sweep_status import Job, SweepSpec, add_jobs, read_spec, write_spec
-from titanlike.driver.sweep_table import read_table, write_page
+from titanlike.driver.sweep_table import read_table
 from titanlike.launch.heartbeat import Beat, Heartbeat
 from titanlike.metrics.run_files import Events
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
@@ -104,7 +104,6 @@ def test_a_run_without_a_complete_record_has_no_metrics(tmp_path):
         (folder / "result.json").write_text('{"status": "comp')
         age(folder, 1000)
     assert [row.status for row in read_table(tmp_path).rows] == ["killed"] * 4
-    assert write_page(read_table(tmp_path)) is None
 
 
 @pytest.mark.parametrize("value", ["loss", "tokens_per_second", "memory_bytes"])

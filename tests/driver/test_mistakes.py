@@ -253,7 +253,7 @@ MISTAKES = [  # the first six by default
     "replicate=2", "max_tokens=10B", "checkpoint.keep=x", "optimizer.betas=[1,2]", "loss.chunk=128",
     "pp=two dp=2 steps=x foo=1", "dp=3", "steps=1e99", "batch_size=7 dp=2", "max_time=soon",
     "deterministic=yes", "on_spike=halt", "value=accuracy", "fsdp.zero=4", "checkpoint.rename=[a]",
-    "sweep.share=4/4", "sweep.parallel=0", "split=balanced", "split.points=layers.3", "data.boundary=3",
+    "sweep.parallel=0", "split=balanced", "split.points=layers.3", "data.boundary=3",
     "schedule.path=a.csv", "data.workers=-1", "optimizer.eps=0", "lr.decay=2", "precision=half",
     "logger.entity=me/you", "logger=none logger.entity=me", "model=llama", "+trainer.max_steps=3",
     "checkpoint.start_from=a checkpoint.resume=b", "trainer=x",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -23,8 +22,6 @@ from support.waiting import until
 from titanlike.checkpoint.discovery import select_resume
 from titanlike.config.errors import Refused
 from titanlike.config.schema import Checkpoint, Config
-from titanlike.driver.sweep_status import Job, SweepSpec, write_spec
-from titanlike.driver.sweep_table import read_table, resume_command
 
 RUN = [*TINY, "model.num_hidden_layers=1", "data=synthetic", "report=false", "steps=4"]
 RUN += ["checkpoint.every=2", "checkpoint.last=true"]
@@ -181,12 +178,3 @@ def test_a_folder_of_checkpoints_elsewhere_is_continued_by_the_run_that_moved(
             select_resume(other)
     finally:
         gone.rename(there)
-
-
-def test_a_sweep_that_was_moved_is_resumed_where_it_is(tmp_path: Path) -> None:
-    spec = SweepSpec("titanlike train -m seed=1,2 run_dir=old/sweep", "loss")
-    spec.jobs.append(Job(0, "0", ["seed=1"], ["seed=1"]))
-    write_spec(tmp_path / "new sweep", spec)
-    _, command = resume_command(read_table(tmp_path / "new sweep"))
-    *_, folder, resume = shlex.split(command)
-    assert (folder, resume) == (f"run_dir='{tmp_path}/new sweep'", "sweep.resume=true")

@@ -197,9 +197,6 @@ def test_a_second_launch_of_a_sweep_names_the_owner_unless_it_is_dead(
     second = command(*words, cwd=tmp_path)
     assert second.returncode == 2 and "Traceback" not in second.stderr
     assert f"process {first.process.pid}, since 20" in second.stderr and "host " in second.stderr
-    # a task of a job array that has a share of its own may run beside it
-    share = command(*words, "sweep.share=1/2", "steps=1", cwd=tmp_path)
-    assert share.returncode == 0, share.stderr
     first.process.send_signal(signal.SIGKILL)
     assert first.all_exit(within=30)
     third = command(*words, cwd=tmp_path)

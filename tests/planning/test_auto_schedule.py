@@ -4,8 +4,6 @@ CSV."""
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,17 +20,15 @@ from titanlike.config.schema import (
     BalanceSplit,
     Config,
     CsvSchedule,
-    MeasuredHardware,
     Precision,
 )
 from titanlike.costs.simulate import in_flight
 from titanlike.driver.tools import plan
 from titanlike.pipeline.from_config import build_order, microbatch_problem
-from titanlike.planning import advice, auto_schedule, known_hardware, stage_times
+from titanlike.planning import advice, auto_schedule
 from titanlike.planning.auto_schedule import find, with_found_order
-from titanlike.planning.estimate import make_estimate
-from titanlike.planning.known_hardware import planned_hardware, shipped
-from titanlike.training.train_plan import TrainPlan, make_plan
+from titanlike.planning.known_hardware import shipped
+from titanlike.training.train_plan import make_plan
 
 H100 = {"hardware": shipped("h100_sxm")}
 AUTO = AutoSchedule(microbatches=4)
@@ -162,27 +158,3 @@ def test_a_schedule_search_that_cannot_work_is_refused(schedule: AutoSchedule, w
     assert words in str(microbatch_problem(schedule, 2, 8))
     with pytest.raises(ValueError, match="schedule"):
         build_order(schedule, 2, 8)
-
-
-@pytest.mark.slow
-def test_measured_times_include_deferred_weight_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A unit whose weight gradients wait is measured so; the plan of what is found says the
-    same."""
-
-    def times(config: Config, plan: TrainPlan, deferred: Collection[int]) -> list[list[float]]:
-        waits = [stage in deferred for stage, names in enumerate(plan.stages) for _ in names]
-        return [[0.01, 0.03 if wait else 0.01, 0.01] for wait in waits]
-
-    monkeypatch.setattr(stage_times, "measured_times", times)
-    (tmp_path / f"{platform.node()}-2-ranks.yaml").write_text("{}")  # of this machine
-    monkeypatch.setattr(known_hardware, "available_cores", lambda: 2)
-    config = tiny(
-        pp=2,
-        schedule=AUTO,
-        run_dir=str(tmp_path),
-        hardware=MeasuredHardware(folder=str(tmp_path)),
-    )
-    found, plan = find(config), make_estimate(with_found_order(config), planned_hardware(config))
-    assert found.seconds == pytest.approx(plan.simulation.pipeline, rel=0.02)

@@ -325,23 +325,6 @@ def test_a_mistake_is_told_once_within_seconds_and_no_node_begins(
     assert left == []
 
 
-def test_a_sweep_is_an_array_whose_tasks_share_the_jobs(cluster: Cluster, folder: Path) -> None:
-    words = [*TINY, "steps=2", "seed=0,1"]
-    array = cluster.submit("sweep.sbatch", *words, options=("--array=3-5:2",), cwd=folder)
-    for task in (3, 5):
-        assert cluster.wait(f"{array}_{task}")["JobState"] == "COMPLETED", log(folder)
-    sweep = folder / "outputs" / f"slurm-sweep-{array}"
-    assert {result(sweep / f"{number}")["status"] for number in range(2)} == {"completed"}
-    assert all(f"seed={job}" in result(sweep / job)["overrides"] for job in "01")
-
-
-def test_an_array_with_gaps_is_refused(cluster: Cluster, folder: Path) -> None:
-    array = cluster.submit("sweep.sbatch", "seed=0,1", options=("--array=0,3",), cwd=folder)
-    for task in (0, 3):
-        assert cluster.wait(f"{array}_{task}")["ExitCode"] == "2:0"
-    assert log(folder).count("gaps; write sbatch --array=0-1\n") == 2
-
-
 def test_a_job_that_its_user_cancels_saves_and_stays_cancelled(
     cluster: Cluster, folder: Path
 ) -> None:

@@ -28,7 +28,9 @@ def test_the_lines_that_a_streams_run_proposes_work(tmp_path: Path) -> None:
     (line,) = re.findall("^continue with: python (.*)", trained.stdout, re.MULTILINE)
     again = command(*shlex.split(line)[1:], cwd=tmp_path)
     assert again.returncode == 0 and " 10/10 " in again.stdout, again.stdout + again.stderr
-    assert re.search(r"bytes +\d\d,\d{3}$", evaluated(tmp_path, f"data.path={tmp_path / 'b'}"), re.M)
+    assert re.search(
+        r"bytes +\d\d,\d{3}$", evaluated(tmp_path, f"data.path={tmp_path / 'b'}"), re.M
+    )
     own = evaluated(tmp_path, f"data.path={tmp_path / 'a'}")
     assert re.search(r"bytes +(9\d\d|1,0[012]\d)$", own, re.M), "4 batches of 256 tokens"
     assert "has trained on others; write" in evaluated(tmp_path, "validation.batches=50")

@@ -30,12 +30,6 @@ BOUNDS: dict[str, dict[str, Any]] = {  # default bounds of numbers, by a key's a
 }
 
 
-def parse_share(share: str) -> tuple[int, int] | None:
-    """Parse sweep.share, i/n, as (i, n); None if malformed."""
-    match = re.fullmatch(r"(\d+)/(\d+)", share)
-    return (int(match[1]), int(match[2])) if match and int(match[1]) < int(match[2]) else None
-
-
 # conditions of a text, or of each text in a list: (predicate, error if it is false)
 Texts = tuple[tuple[Callable[[str], object], str], ...]
 LONGEST_FILE = 200  # bytes of a file name: 255 less what temporary names append
@@ -52,7 +46,6 @@ NAME: Texts = ((lambda name: 1 <= len(name) <= 128, "must have 1 to 128 characte
 PROJECT: Texts = (*NAME, (re.compile(r"[^/\\#?%:]*").fullmatch, r"cannot have / \ # ? % : in it"))
 TAG: Texts = ((lambda tag: 1 <= len(tag) <= 64, "a tag has 1 to 64 characters"),)
 RENAME: Texts = ((lambda rule: ":" in rule, "is not old:new"),)
-SHARE: Texts = ((parse_share, "must be i/n: job i and every n-th after it, i from 0 to n - 1"),)
 
 
 def key(default: Any, doc: str, texts: Texts = (), **bounds: Any) -> Any:

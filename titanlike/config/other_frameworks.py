@@ -21,6 +21,8 @@ FORMER: dict[str, Any] = {  # keys that titanlike had, and their defaults
     "evaluate.device": "cpu",
     "evaluate.timeout": 3600.0,
     "launch.elastic": False,
+    "split.run": None,
+    "sweep.share": None,
     "warn_zero_gradients": 20,
     "optimizer.state_dtype": "fp32",
 }

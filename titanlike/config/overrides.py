@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
@@ -17,8 +16,6 @@ from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 ADDED = ("model.", "data.changed=", "validation.data.")
 _OPEN = (*(f"{group}." for group in OPEN_GROUPS), "validation.data.")
 SHORT = {"timeline": "timeline.enabled"}
-# groups that a run's directory can be given to, and the key that it sets
-_OF_RUNS = {"hardware": "hardware.path", "split.cost": "split.run"}
 
 
 def key_of(override: str) -> str:
@@ -27,12 +24,10 @@ def key_of(override: str) -> str:
 
 
 def in_full(override: str) -> list[str]:
-    """Expand a short override: timeline=true, hardware=RUN, split.cost=RUN."""
+    """Expand a short override: timeline=true."""
     key, _, value = override.partition("=")
     if key in SHORT:
         return [f"{SHORT[key]}={value}"]
-    if key in _OF_RUNS and ("/" in value or Path(value).is_dir()):
-        return [f"{key}=run", f"{_OF_RUNS[key]}={value}"]
     return [override]
 
 

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -125,18 +125,6 @@ def print_printably() -> None:
     """Make this process' standard output and error `PrintableStream`s."""
     sys.stdout = cast(TextIO, PrintableStream(sys.stdout))
     sys.stderr = cast(TextIO, PrintableStream(sys.stderr))
-
-
-def program_length(words: Sequence[str]) -> int:
-    """Return how many words of a shell line name this program and its subcommand; 0 if another
-    program."""
-    for i, word in enumerate(words):
-        if word.endswith(".py"):
-            return i + 1
-        if Path(word).name == "titanlike":
-            has_command = words[i + 1 : i + 2] and words[i + 1].replace("-", "").isalpha()
-            return i + 1 + bool(has_command and not words[i + 1].startswith("-"))
-    return 0
 
 
 def _executable() -> list[str]:

@@ -30,12 +30,10 @@ from titanlike.config.yaml_files import read_yaml
 # keys whose texts are opened as files; a test finds every other text that is read
 PLACES = {
     "model": ("path",),  # of model=hf
-    "split": ("run",),
     "schedule": ("path",),
     "data": ("path", "tokenizer", "template", "cache", "sources"),
     "validation": ("data",),
     "checkpoint": ("folder",),
-    "hardware": ("path", "folder"),
 }
 # not needed for an evaluation, or up to its user: where it runs, writes and logs
 NOT_READ = (

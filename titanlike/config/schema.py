@@ -100,12 +100,11 @@ class AutoSplit:
     costs."""
 
     name: str = key("auto", "choice")
-    cost: Literal["params", "flops", "time", "memory", "run"] = key(
+    cost: Literal["params", "flops", "time", "memory"] = key(
         "flops",
         "cost that is balanced: params; flops of a step; time measured on the device; memory of "
-        "state and activations; run = times measured by `split.run`",
+        "state and activations",
     )
-    run: str | None = key(None, "directory of a run with timeline=true; split.cost=RUN for both")
 
 
 # --- schedule: the order of a pipeline's computations ------------------------------------------
@@ -635,24 +634,6 @@ class NoHardware:
     name: str = key("none", "choice")
 
 
-@dataclass
-class MeasuredHardware(NoHardware):
-    """This machine, measured in under a minute; the profile is saved."""
-
-    name: str = key("measure", "choice")
-    folder: str | None = key(None, "folder of profiles; null = ~/.cache/titanlike/hardware")
-    again: bool = key(False, "measure again, although this machine has a profile")
-
-
-@dataclass(kw_only=True)
-class RunHardware(NoHardware):
-    """The devices of a run that recorded a timeline: its stage times are used for plans of any
-    layout."""
-
-    name: str = key("run", "choice")
-    path: str = required("directory of that run; hardware=RUN is short for both")
-
-
 @dataclass(kw_only=True)
 class Hardware(NoHardware):
     """A device with its links."""
@@ -932,15 +913,9 @@ class Sweep:
     resume: bool = key(False, "run the unfinished jobs of run_dir's sweep, and resume stopped ones")
     parallel: int = key(
         1,
-        "concurrent jobs of this command; on several GPUs run a command for each GPU with sweep.share",
+        "concurrent jobs of this command; on several GPUs run a command for each GPU, in a run_dir of its own",
         ge=1,
         le=100_000,
-    )
-    share: str | None = key(
-        None,
-        "i/n: run only jobs i, i+n, i+2n, ... from 0; for job arrays",
-        keys.SHARE,
-        example="0/4",
     )
 
 
@@ -1081,7 +1056,7 @@ class Config:
         NoProfile, "detailed recording of a few steps, into run_dir/profile"
     )
     timeline: Timeline = key(Timeline, "a few steps as they were computed, rank by rank")
-    hardware: NoHardware | MeasuredHardware | RunHardware | Hardware = key(
+    hardware: NoHardware | Hardware = key(
         NoHardware, "devices and links that a plan assumes (titanlike plan)"
     )
     launch: Launch = key(Launch, "launching and monitoring the workers")
@@ -1223,7 +1198,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
     "logger": _by_name(Wandb, TensorBoard, NoLogger),
     "profile": _by_name(NoProfile, TraceProfile, MemoryProfile),
     "hardware": {
-        **_by_name(NoHardware, MeasuredHardware, RunHardware),
+        **_by_name(NoHardware),
         **dict.fromkeys(("a100_40g", "a100_80g", "h100_sxm", "h100_pcie", "h200"), Hardware),
         **dict.fromkeys(("b200", "gb200", "mi300x"), Hardware),
         "cpu": CpuHardware,

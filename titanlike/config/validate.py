@@ -25,7 +25,6 @@ from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import (
     MESH_AXES,
     OBJECTIVES,
-    TIMELINE,
     VARIANTS,
     AutoSchedule,
     Config,
@@ -34,7 +33,6 @@ from titanlike.config.schema import (
     CustomSchedule,
     MemoryProfile,
     MixtureData,
-    RunHardware,
     ScaledPrecision,
     SyntheticData,
     Timeline,
@@ -252,10 +250,6 @@ RULES = (
          and (c.schedule.search, c.schedule.placement) == ("order", "v")
          and c.schedule.stages_per_rank != 2,
          "a V has two stages a rank", "schedule.stages_per_rank=2 or schedule.placement=loop"),
-    Rule("hardware.path", lambda c: isinstance(c.hardware, RunHardware)
-         and not Path(c.hardware.path, TIMELINE).is_file(),
-         f"cannot be read: there is no {TIMELINE} in it, which timeline=true writes",
-         "hardware=measure"),
     Rule("data", lambda c: c.ramp and isinstance(c.data, MixtureData | Custom),
          "chooses samples by the step, and batches of ramp differ in size", "data=text or ramp=[]"),
     Rule("schedule", lambda c: c.ramp

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import atomic_write_text, read_object
-from titanlike.config.parse import in_folder, parse
+from titanlike.config.parse import in_folder
 from titanlike.config.schema import TIMELINE, AutoSplit, Config, EvenSplit
 from titanlike.costs.simulate import in_flight
 from titanlike.costs.unit_costs import CostError, UnitCosts
@@ -29,7 +29,7 @@ from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.sharding import StateBytes
 from titanlike.graph.partition import INFINITE, lightest_parts, partition
 from titanlike.graph.units import Unit
-from titanlike.metrics.timeline_file import Timeline, read_timeline, stage_seconds
+from titanlike.metrics.timeline_file import Timeline, read_timeline
 from titanlike.optim.optimizer import moment_bytes
 from titanlike.pipeline.order import Order
 
@@ -75,10 +75,6 @@ def find_auto_split(
             case "memory":  # activations times the microbatches in flight on a stage at most
                 fixed, variable = _state_table(unit_costs, config, zero), unit_costs.saved_bytes()
                 factors = stages_in_flight(order)
-            case "run":
-                names = [unit.name for unit in units]
-                seconds = seconds_of_run(config.split.run or "", names, unit_costs, config)
-                variable = [round(1e9 * sum(times)) for times in seconds]
             case "time":
                 assert measure_times is not None
                 variable = measure_times(unit_costs)
@@ -86,7 +82,7 @@ def find_auto_split(
                 variable = unit_costs.flops()
         costs = StageCosts(fixed, variable, factors)
     except CostError as error:
-        others = {"params": "split=even", "time": "split.cost=flops", "run": "split.cost=time"}
+        others = {"params": "split=even", "time": "split.cost=flops"}
         fix = others.get(config.split.cost, "split.cost=params")
         problem = Problem("split.cost", config.split.cost, str(error), fix)
         raise ConfigError([problem]) from error
@@ -147,12 +143,6 @@ def stages_in_flight(order: Order) -> list[int]:
     ]
 
 
-# --- times of a model's units, from the timeline of a run in any layout ---------------------------
-
-
-Seconds = tuple[float, float, float]  # forward, input gradient, weight gradient of a microbatch
-
-
 def run_timeline(run: str) -> Timeline:
     """Read the timeline of a run. Raises CostError if there is none."""
     path = Path(run) / TIMELINE
@@ -165,35 +155,6 @@ def run_timeline(run: str) -> Timeline:
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise CostError(f"{path} is no timeline: {type(error).__name__} {error}") from None
-
-
-def seconds_of_run(
-    run: str, names: Sequence[str], costs: UnitCosts, config: Config
-) -> list[Seconds]:
-    """Estimate the seconds of each unit, named `names`, in a run of `config`, from the timeline of
-    `run`. A stage's time is divided among its units by FLOPs. Raises CostError if that run trains a
-    different model."""
-    timeline = run_timeline(run)
-    weight = dict(zip(names, costs.flops(), strict=True))
-    recorded = [name for stage in timeline.stages for name in stage]
-    if recorded != [*names]:
-        other = next((b for a, b in zip(names, recorded, strict=False) if a != b), "")
-        raise CostError(f"{run} is a run of another model: it has {other or len(recorded)}")
-    before = parse(timeline.config)[0]
-    scale = costs.microbatch_size * config.seq_len / (config.cp * config.tp)
-    scale /= timeline.microbatch * before.seq_len / (before.cp * before.tp)
-    unit_seconds: dict[str, Seconds] = {}
-    for stage, unit_names in enumerate(timeline.stages):
-        seconds = stage_seconds(timeline, stage)
-        forward, backward = seconds["F"], seconds["B"]
-        if before.activation_checkpoint.name == "full":
-            backward = max(0.0, backward - forward)
-        inputs, weights = seconds["I"] + backward / 2, seconds["W"] + backward / 2
-        total = sum(weight[name] for name in unit_names)
-        for name in unit_names:
-            share = scale * (weight[name] / total if total else 1 / len(unit_names))
-            unit_seconds[name] = forward * share, inputs * share, weights * share
-    return [unit_seconds[name] for name in names]
 
 
 # --- the split into consecutive units that minimizes the heaviest rank and stage -----------------

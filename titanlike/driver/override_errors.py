@@ -86,7 +86,7 @@ class Advice:
         if found and not a_name:
             return Problem(group, choice, reason, " or ".join(f"{group}={n}" for n in found[:3]))
         if not fix.startswith(group):
-            fix, note = self.default(group) or "leave it out", ""
+            fix, note = self.default(group) or "leave it out", note if not fix else ""
         if group == "model" and re.search(r"\d", word):
             fix, note = "give its sizes: model=llama_tiny model.hidden_size=4096 and others", ""
         return Problem(group, choice, f"{reason} ({note})" if note else reason, fix)

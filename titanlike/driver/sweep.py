@@ -15,7 +15,6 @@ from omegaconf import DictConfig
 
 from titanlike.config.credentials import redact_override
 from titanlike.config.errors import Problem, printable, quoted
-from titanlike.config.keys import parse_share
 from titanlike.config.overrides import from_hydra, key_of
 from titanlike.config.program import program
 from titanlike.config.schema import Config, Sweep
@@ -80,7 +79,7 @@ class SweepRun:
     @property
     def resumes(self) -> bool:
         """Whether only unfinished jobs are run."""
-        return self.settings.resume or self.settings.share is not None or self.restart
+        return self.settings.resume or self.restart
 
     def open(self) -> list[Problem]:
         """Write the spec, or read the one to resume; return problems with the directory."""
@@ -89,8 +88,7 @@ class SweepRun:
         reason, fix = "", "run_dir=outputs/NAME"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            share = (self.settings.share or "").replace("/", "-of-")  # one lock per job array task
-            lock = self.folder / f".{SWEEP_FILE}.{share or 'all'}.lock"
+            lock = self.folder / f".{SWEEP_FILE}.all.lock"
             self.lock, who = claim(lock, _RESTART_PATIENCE if self.restart else 0.0)
             spec = read_spec(self.folder)
             self.opening.unlink(missing_ok=True)
@@ -99,7 +97,7 @@ class SweepRun:
             elif spec is None and (self.folder / "config.yaml").exists():
                 reason = "has a run, not a sweep"
             elif spec is None:
-                new = SweepSpec(self._resume_line(), self.value, self.inner, [], self.implied)
+                new = SweepSpec(shlex.join(self._again()), self.value, self.inner, [], self.implied)
                 spec = None if write_spec(self.folder, new) else read_spec(self.folder)
             self.begun = spec is not None or not self.grid
         except OSError as error:
@@ -117,13 +115,12 @@ class SweepRun:
                 self.done = sum(row.done for row in read_job_rows(self.folder, spec))
         return [Problem("run_dir", str(self.folder), reason, fix)] if reason else []
 
-    def _resume_line(self) -> str:
-        """Return the shell line that runs this sweep again, in the same directory."""
-        launch_only = ("sweep.resume=", "sweep.share=")
-        words = [redact_override(w) for w in self.command if not w.startswith(launch_only)]
+    def _again(self) -> list[str]:
+        """Return the words that run this sweep again, in the same directory."""
+        words = [redact_override(w) for w in self.command if not w.startswith("sweep.resume=")]
         if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in words):
             words.append(run_dir_word(self.folder))
-        return shlex.join([*self.program, *words])
+        return [*self.program, *words]
 
     def swept(self, overrides: Iterable[str]) -> list[str]:
         """Return the overrides of a job that the sweep varies."""
@@ -157,8 +154,6 @@ class SweepRun:
                 new.append(job)
                 number += 1
             jobs[job.number] = job
-        if self.settings.share is not None and (part := parse_share(self.settings.share)):
-            jobs = {at: job for at, job in jobs.items() if at % part[1] == part[0]}
         self.planned = {job.folder: job for job in jobs.values()}
         if self.check:
             return list(jobs.values())
@@ -203,8 +198,8 @@ class SweepRun:
         return job
 
     def close(self, code: int | str | None) -> int | str | None:
-        """Print the table and write its page; return the exit code. code: the exit code so far."""
-        from titanlike.driver.sweep_table import report
+        """Print the table; return the exit code. code: the exit code so far."""
+        from titanlike.driver.sweep_table import read_table, report
 
         with contextlib.suppress(OSError):
             self.opening.unlink(missing_ok=True)
@@ -214,7 +209,7 @@ class SweepRun:
             return 2 if self.refused else code
         if self.refused and not self.begun:  # all refused: remove this launch's spec and folders
             print("no job is valid; nothing was started", file=sys.stderr)
-            if self.created and self.settings.share is None:
+            if self.created:
                 files = self.folder / SWEEP_FILE, *self.folder.glob(f".{SWEEP_FILE}.*lock")
                 with contextlib.suppress(OSError):
                     for path in files:
@@ -225,7 +220,8 @@ class SweepRun:
         if code and not ((spec := read_spec(self.folder)) and spec.jobs):
             return code  # no job was planned
         self.say("")
-        table = report(self.folder, self.say, ended=self.ran)
+        table = read_table(self.folder, self.ran)
+        report(table, [*self.program, *self.options], self._again(), self.say)
         if code:
             return code
         own_numbers = {job.number for job in self.planned.values()}
@@ -308,13 +304,11 @@ class SweepSettings:
             from titanlike.device.accelerator import visible_names, visible_variable
 
             if len(names := visible_names()) > 1:
-                each = -(-config.world_size // config.launch.ranks_per_device)  # GPUs of a job
-                share = f"sweep.share=0/{max(1, len(names) // each)}"
-                own = f"{visible_variable()}={','.join(names[:each])}"
+                own = f"{visible_variable()}={names[0]}"
                 reason = (
                     f"the jobs would take the same of GPUs {','.join(names)}; in several terminals "
                 )
-                reason += f"each command takes its own and a share of the jobs: {own} ... {share}"
+                reason += f"give each command its own, and other values: {own} ..."
                 yield Problem("sweep.parallel", config.sweep.parallel, reason, "sweep.parallel=1")
         key, best = "hydra.sweeper.direction", _direction(value)
         direction = self.sweeper.get("direction")

@@ -5,7 +5,7 @@ Sequential jobs share the terminal; parallel ones write to their own output.log,
 and end are reported.
 
 Parallel jobs share the CPU's threads. Which GPUs a job uses is up to the scheduler, or to
-CUDA_VISIBLE_DEVICES of a command that runs a share of the jobs (sweep.share).
+CUDA_VISIBLE_DEVICES of a command.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """report.html: runs as one static page, without server or network.
 
-Written when a run ends, and by `titanlike report RUN [RUN ...]`, which overlays several runs; a
-sweep's page is sweep.html. Damaged or missing files are skipped, so running jobs can be shown. The
-page contains its data, style and script (report_page.html), which draws in the browser.
+Written when a run ends, and by `titanlike report RUN [RUN ...]`, which overlays several runs.
+Damaged or missing files are skipped, so running jobs can be shown. The page contains its data,
+style and script (report_page.html), which draws in the browser.
 """
 
 from __future__ import annotations
@@ -67,13 +67,12 @@ def write_reports(
     out: Path,
     runs: Mapping[Path, str],
     charts_of: ChartsOf | None = None,
-    sweep: dict[str, Any] | None = None,
     quick: bool = False,
 ) -> Path:
     """Write the page of one run, or of several overlaid, to `out`.
 
     runs: directory -> name, "" = the directory's name. charts_of: makes a run's charts; not called
-    for more than `_DRAWN_RUNS` runs. sweep: see `page`. quick: see `read_history`. Raises
+    for more than `_DRAWN_RUNS` runs. quick: see `read_history`. Raises
     ValueError for more than MOST_RUNS, FileNotFoundError as `read_history` does.
     """
     if len(runs) > MOST_RUNS:
@@ -84,16 +83,12 @@ def write_reports(
         read_history(folder, points, quick, charts_of) | ({"name": name} if name else {})
         for folder, name in runs.items()
     ]
-    files.atomic_write_text(out, page(histories, sweep))
+    files.atomic_write_text(out, page(histories))
     return out
 
 
-def page(runs: Sequence[dict[str, Any]], sweep: dict[str, Any] | None = None) -> str:
-    """Render the HTML page of runs, as `read_history` returns them.
-
-    sweep: {"name": its directory, "value": the objective, "best": number of the best job or None,
-    "jobs": [{"number", "label", "status", "value": number or None, "settings": {key: text}}]}.
-    """
+def page(runs: Sequence[dict[str, Any]]) -> str:
+    """Render the HTML page of runs, as `read_history` returns them."""
     # the keys in which the runs differ, except run_dir
     values = {
         key: [run["config"].get(key, "unset") for run in runs]
@@ -104,7 +99,6 @@ def page(runs: Sequence[dict[str, Any]], sweep: dict[str, Any] | None = None) ->
         "titles": CURVES | {n: n for run in runs for n in run["curves"] if n not in CURVES},
         "written": time.time(),
         "runs": runs,
-        "sweep": sweep,
         "differences": {key: row for key, row in values.items() if len({*row}) > 1},
     }
     # "<" could end the script element or begin a comment in it

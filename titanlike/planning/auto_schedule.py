@@ -1,6 +1,6 @@
 """`schedule=auto`: search the order for the costs of this model's stages, before a run starts.
 
-1. The costs of the model's units are counted (or timed, with hardware=measure) once; times and
+1. The costs of the model's units are counted once; times and
    activations of the stages follow for any split and placement.
 2. Each placement that `schedule.search` allows is searched (`order_search.py`). With search=split
    the stage boundaries are searched as well.
@@ -44,7 +44,7 @@ from titanlike.planning.order_search import (
     lower_bound,
     trials_for,
 )
-from titanlike.planning.stage_times import LayoutTimes, with_measured
+from titanlike.planning.stage_times import LayoutTimes
 
 ORDER, WHY = "order.csv", "order.json"
 # config keys on which the order depends
@@ -140,8 +140,7 @@ class _Search:
         self.recomputed = self.table.recomputed(config)
         self._units = [unit.name for unit in self.table.units]
         plan = self.table.plan
-        times = self.table.times(config)
-        self.times = with_measured(times, config, plan, self._waiting(plan.stages))
+        self.times = self.table.times(config)
         self.limits: dict[str, float] = {}  # config key -> bytes that it allows
         costs, deferred = plan.memory().unit_costs, schedule.weight_gradients == "deferred"
         assert costs is not None

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -22,16 +22,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import (
     Config,
     CustomOptimizer,
     Hardware,
-    MeasuredHardware,
-    RunHardware,
     ScaledPrecision,
 )
-from titanlike.costs.auto_split import seconds_of_run
 from titanlike.costs.node_costs import ATTENTION, NodeCosts, Operator, Operators, attention_share
 from titanlike.costs.rank_memory import StageLayout
 from titanlike.costs.simulate import Duration, StageTimes
@@ -44,7 +40,6 @@ from titanlike.parallel.expert_exchange import SEND_TOKENS
 from titanlike.planning.known_hardware import (
     Link,
     link_of,
-    measured_times,
     message_link,
     overlapped_seconds,
     sharded,
@@ -267,44 +262,8 @@ def _guessed_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[
     return table
 
 
-def with_measured(
-    units: Mapping[str, UnitTimes], config: Config, plan: TrainPlan, deferred: Collection[int]
-) -> Mapping[str, UnitTimes]:
-    """Replace times by measured ones, if the hardware is this machine or a run; recomputation keeps
-    its estimated ratio to the forward. Raises ConfigError.
-
-    deferred: stages with deferred weight gradients.
-    """
-    memory, hardware = plan.memory(), config.hardware
-    measured: Sequence[Sequence[float]]
-    if isinstance(hardware, MeasuredHardware) and not memory.unknown:
-        measured = measured_times(config, plan, deferred)
-    elif isinstance(hardware, RunHardware):
-        try:
-            if memory.unit_costs is None:
-                raise CostError(memory.unknown)
-            measured = seconds_of_run(hardware.path, [*units], memory.unit_costs, config)
-        except CostError as error:
-            problem = Problem("hardware", hardware.path, str(error), "hardware=measure")
-            raise ConfigError([problem]) from None
-    else:
-        return units
-    table = {}
-    for (name, unit), (forward, inputs, weights) in zip(units.items(), measured, strict=True):
-        recompute = forward * unit.recompute.device / (unit.forward.device or 1.0)
-        products = unit.forward.products / (unit.forward.device or 1.0)
-        table[name] = replace(
-            unit,
-            forward=Seconds(forward, forward * products),
-            recompute=Seconds(recompute),
-            input_gradient=Seconds(inputs, inputs * products),
-            weight_gradient=Seconds(weights, weights),
-        )
-    return table
-
-
 def layout_times(config: Config, plan: TrainPlan, hardware: Hardware) -> LayoutTimes:
-    """Times of a plan's stages. Raises ConfigError as `with_measured`."""
+    """Times of a plan's stages."""
     roofline, estimated = Roofline.of(config, hardware), ""
     try:
         units = unit_times(config, plan, roofline)
@@ -316,8 +275,7 @@ def layout_times(config: Config, plan: TrainPlan, hardware: Hardware) -> LayoutT
         recomputed=plan.recomputed.blocks,
         orthogonalized=_orthogonalization(config, graph.model, parameters),
     )
-    table = with_measured(units, config, plan, plan.deferred)
-    return LayoutTimes(config, layout, hardware, table, estimated)
+    return LayoutTimes(config, layout, hardware, units, estimated)
 
 
 class LayoutTimes:

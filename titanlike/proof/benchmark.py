@@ -35,6 +35,7 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
+from titanlike.proof.machine import profile_words
 from titanlike.proof.plain_loops import plain_loop, why_no_plain_loop
 from titanlike.proof.step_kinds import GAPS, KINDS, draw, seconds_by_kind
 from titanlike.training.anomalies import AnomalyDetector
@@ -172,6 +173,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         figures |= dict(zip(names, values, strict=True))
     if ours is not None and "mfu" in record:
         figures["mfu"] = record["mfu"] * record["step_seconds"] / seconds
+    figures["hardware"] = profile_words(mesh.device)
     if worker.rank == 0:
         _print(figures, len(wall), worker.run_dir)
         files.atomic_write_text(worker.run_dir / "bench.json", json.dumps(figures, indent=1))
@@ -252,3 +254,6 @@ def _print(figures: dict[str, Any], steps: int, run_dir: Path) -> None:
     draw(loops, picture)
     kinds = [(kind, *(f"{1e3 * t[kind]:.1f}" for t in loops.values())) for kind in (*KINDS, GAPS)]
     console.table(f"ms of a profiled step ({picture})", ("kind", *loops), kinds)
+    console.line(
+        f"for a plan of machines as this one, behind hardware=: {' '.join(figures['hardware'])}"
+    )

@@ -179,7 +179,6 @@ _TEXT: dict[str, Callable[[float], str]] = {  # of a cost of split=auto, by `spl
     "params": lambda cost: f"{units.count(cost)} parameters",
     "flops": units.flop,
     "time": lambda cost: units.short_time(cost / 1e9),
-    "run": lambda cost: units.short_time(cost / 1e9),
     "memory": units.size,
 }
 

@@ -235,15 +235,3 @@ end() {
     scontrol requeue "$job" || exit 75
     exit 0
 }
-
-# find_share: sets `share` to this task's part of the sweep: its number/the number of tasks
-find_share() {
-    local first=${SLURM_ARRAY_TASK_MIN:-0} step=${SLURM_ARRAY_TASK_STEP:-1}
-    local offset=$((${SLURM_ARRAY_TASK_ID:-0} - first)) count=${SLURM_ARRAY_TASK_COUNT:-1}
-    if [ $((offset % step)) != 0 ] || [ $((offset / step)) -ge "$count" ] ||
-        [ $((first + (count - 1) * step)) != "${SLURM_ARRAY_TASK_MAX:-0}" ]; then
-        refuse "the array's numbers have gaps; write sbatch --array=0-$((count - 1))"
-    fi
-    # shellcheck disable=SC2034 # the script reads it
-    share=$((offset / step))/$count
-}
