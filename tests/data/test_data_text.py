@@ -30,8 +30,9 @@ from titanlike.data.text import (
     texts,
     tokenize_corpus,
 )
-from titanlike.data.tokenizer import ByteTokenizer, open_tokenizer
+from titanlike.data.tokenizer import ByteTokenizer, byte_tokenizer, open_tokenizer
 
+GROWING = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 1000}
 TEXTS = [f"Document {i}: größer, 日本, <|endoftext|>{'.' * (i % 7)}" for i in range(200)]
 
 
@@ -306,6 +307,23 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, content: str |
         path.write_text(content)
     words = ": it has no vocabulary" if content == WITHOUT_VOCABULARY else ""
     with pytest.raises(DataError, match=f"data.tokenizer=.*tokenizer.json{words}"):
+        open_tokenizer(str(path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}},
+        {"normalizer": {"type": "Sequence", "normalizers": [GROWING] * 3}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"added_tokens": [{}] * 50_000},
+        {"normalizer": 10**400},
+    ],
+)
+def test_a_tokenizer_without_bounds_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(byte_tokenizer("<|endoftext|>") | change))
+    with pytest.raises(DataError, match="data.tokenizer=.*not a tokenizer.json"):
         open_tokenizer(str(path))
 
 

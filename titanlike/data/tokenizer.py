@@ -13,13 +13,14 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from titanlike.config.files import read_object
+from titanlike.config.files import parse_json, read_bytes, read_object
 from titanlike.config.imports import quiet_import
 from titanlike.data.kinds import DataError, missing_package
 
@@ -43,6 +44,10 @@ FILES = (
 
 _SETTINGS = "tokenizer_config.json"
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+_MOST_BYTES = 1 << 28  # of a tokenizer's file
+_MOST_ADDED = 8_000  # added tokens, for which the library takes seconds
+_MOST_GROWTH = 64  # characters that normalizers and the like make of one
+_PROBE = "a b\n\tÉ1 日本 \U0001f600"
 _HIDDEN = "\ufdd0"  # a noncharacter, which texts do not contain
 
 Span = tuple[int, int]  # a token's characters, as start and stop
@@ -201,11 +206,17 @@ class JsonTokenizer:
 
         if not path.is_file():
             raise wrong("there is no such file")
-        self.content = content or path.read_bytes()
         try:
+            self.content = content or read_bytes(path, _MOST_BYTES)
+            if reason := unbounded(self.content):
+                raise ValueError(reason)
             self._tokenizer = self._of_text = read(self.content)
-        except Exception as error:  # the library raises bare Exception
-            raise wrong(f"not a tokenizer.json ({error})") from None
+            with suppress(Exception):  # of a vocabulary without these characters; not a panic
+                self._tokenizer.encode(_PROBE)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a bare Exception, or a panic of Rust's, which is none
+            raise wrong(f"not a tokenizer.json ({' '.join(str(error).split())[:300]})") from None
         added = self._tokenizer.get_added_tokens_decoder()
         self.added = frozenset(token.content for token in added.values())
         unknown = getattr(self._tokenizer.model, "unk_token", None)  # any text may produce it
@@ -251,6 +262,29 @@ class JsonTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
+def unbounded(content: bytes) -> str:
+    """Return why a tokenizer.json could take any time or memory for a short text; "" if it does not.
+    Raises ValueError, RecursionError for other content."""
+    described = parse_json(content)
+    if not isinstance(described, dict):
+        return "not an object"
+    if isinstance(added := described.get("added_tokens"), list) and len(added) > _MOST_ADDED:
+        return f"it has {len(added):,} added tokens, and {_MOST_ADDED:,} are read"
+    parts: list[Any] = [described.get(k) for k in ("normalizer", "pre_tokenizer", "decoder")]
+    growth = 1.0
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            pattern, new = part.get("pattern"), str(part.get("content", ""))
+            old = pattern.get("String", "") if isinstance(pattern, dict) else ""
+            growth *= max(1.0, len(new) / max(1, len(str(old))))
+            growth *= max(1, len(str(part.get("prepend", ""))))
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    return f"it makes {growth:.2g} characters of one" if growth > _MOST_GROWTH else ""
+
+
 def _without_controls(tokenizer: JsonTokenizer) -> dict[str, Any]:
     """Return a tokenizer.json whose vocabulary hides special tokens from text: unigram and
     word-level models have them among their pieces."""
@@ -278,7 +312,7 @@ class SentencePieceTokenizer:
             raise missing_package(
                 "data.tokenizer", path, "sentencepiece", "sentencepiece"
             ) from None
-        self.content = path.read_bytes()
+        self.content = read_bytes(path, _MOST_BYTES)
         self._model = sentencepiece.SentencePieceProcessor()
         try:
             self._model.load_from_serialized_proto(self.content)

@@ -31,8 +31,11 @@ from titanlike.data.kinds import DataError, vocabulary
 from titanlike.data.tokenizer import open_tokenizer, write_tokenizer
 from titanlike.distributed.initialize import parameters_on_meta
 from titanlike.models.cache import KeyValueCache
+from titanlike.models.hf_config import check_sizes
 from titanlike.models.registry import build_model, constructed_buffers
 from titanlike.models.sampling import OnToken, Prompts, Sampling, continue_texts, next_tokens
+
+_MOST_COUNT = 65_536  # heads, experts and the like of a model
 
 # --- the loaded model ---------------------------------------------------------------------------
 
@@ -182,9 +185,10 @@ def load_model(
     consent = consent or Consent(trusted=trust_code, files=True)
     saved = saved_model(rows.folder, location, consent)
     tensors = len(rows.entries(MODEL))
-    for key in ("num_hidden_layers", "n_layer"):
-        count = saved.model.args.get(key, 1)
-        if isinstance(count, int) and count > tensors:  # building it would take hours
+    for key, count in saved.model.args.items():
+        most = tensors if "layer" in key else _MOST_COUNT
+        counts = key.startswith(("num_", "n_")) and isinstance(count, int)
+        if counts and count > most:  # building it would take hours
             reason = f"the checkpoint has {tensors} tensors, and its model {key}={count}"
             raise ValueError(f"{rows.folder}: {reason}; it is damaged")
     is_hf = saved.model.name == "hf"
@@ -290,6 +294,9 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
     try:
         with quiet_import():
             settings = {"local_files_only": True, "trust_remote_code": False}  # None asks on stdin
+            check_sizes(folder)
+            if (folder / "tokenizer.json").exists():
+                open_tokenizer(str(folder / "tokenizer.json"))  # refuses one without bounds
             config = transformers.AutoConfig.from_pretrained(folder, **settings)
             config._attn_implementation = (
                 None  # the folder's may be a kernel to download from the hub

@@ -21,6 +21,7 @@ _TESTED = """
     ministral3 mistral mixtral mpt nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon
     phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 vaultgemma
     """
+_MOST_LAYERS, _MOST_COUNT = 2_000, 65_536  # of a folder's config
 FAMILIES = tuple(_TESTED.split())
 _SCANS = "its layers scan over the sequence with kernels that are neither split nor packed here"
 _CHUNKS = "its attention in chunks is not rebuilt here"
@@ -96,12 +97,28 @@ def read_config(transformers: Any, path: str) -> PreTrainedConfig:
             reason = "is not a folder; write model.path=..., one that save_pretrained wrote"
         raise ValueError(f"path={path}: {reason}")
     try:
+        check_sizes(folder)
         settings = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )  # None asks on stdin
     except (ValueError, OSError) as error:
         raise ValueError(f"path={path}: its config.json: {_line(error)}") from None
     return settings.get_text_config() if settings.model_type in FAMILIES else settings
+
+
+def check_sizes(folder: Path) -> None:
+    """Check the counts in a folder's config.json and generation_config.json: building a model of
+    10^7 layers, or searching with as many beams, would not end. Raises ValueError, OSError."""
+    for name in ("config.json", "generation_config.json"):
+        parts = [read_object(folder / name)] if (folder / name).exists() else []
+        while parts:
+            part = parts.pop()
+            parts += [value for value in part.values() if isinstance(value, dict)]
+            for key, value in part.items():
+                most = _MOST_LAYERS if "layer" in key else _MOST_COUNT
+                counts = key.startswith(("num_", "n_")) and isinstance(value, int | float)
+                if counts and not 0 <= value <= most:
+                    raise ValueError(f"{name}: {key}={value} is more than {most:,} (or below 0)")
 
 
 def _check_family(family: str, key: str, value: str) -> None:
