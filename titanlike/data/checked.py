@@ -8,18 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from titanlike.config.schema import Config
+from titanlike.data.draws import Draws
 from titanlike.data.kinds import DataError
 from titanlike.data.order import GlobalBatchSampler, shuffled_index
-from titanlike.data.sources import REAL, Batch, Source, VariableLength, stack, with_real_tokens
+from titanlike.data.sources import (
+    REAL,
+    Batch,
+    Pad,
+    Source,
+    VariableLength,
+    sample_hash,
+    spread,
+    stack,
+    with_real_tokens,
+)
+from titanlike.torch_private.loader_worker import read_as_part
 
 REQUIRED = ("inputs", "targets")
+_READ_TWICE = 8  # samples of a source, when it is opened
 _WINDOW = 64  # steps within which samples are sorted by length
 
 
@@ -30,10 +44,13 @@ class Call:
     function: Callable[..., Any]
     arguments: dict[str, Any]
     reader: dict[str, int]  # `reader`, `readers`, `seed`: those that the function accepts
+    seed: int  # of what it draws, equal for all readers: a shuffle is the same on every rank
 
     def __call__(self, **reader: int) -> Any:
         given = self.reader | {n: value for n, value in reader.items() if n in self.reader}
-        return self.function(**self.arguments, **given)
+        with Draws() as draws:
+            draws.seed(self.seed, "open")
+            return self.function(**self.arguments, **given)
 
 
 class CheckedSource:
@@ -43,10 +60,18 @@ class CheckedSource:
     lengths: Sequence[int] | None = None  # of all samples, to batch samples of similar lengths
 
     def __init__(
-        self, source: Source, part: str, name: str, seq_len: int, variable: VariableLength | None
+        self,
+        source: Source,
+        part: str,
+        name: str,
+        seq_len: int,
+        variable: VariableLength | None,
+        seed: int = 0,
     ) -> None:
-        """part: "training" or "validation"; name: the user's function's, for errors."""
+        """part: "training" or "validation"; name: the user's function's, for errors; seed: of what
+        samples draw."""
         self._source, self.name, self._part = source, name, part
+        self._seed, self._draws = seed, Draws()
         self._seq_len, self.variable = seq_len, variable
         self._padding = {} if variable is None else variable.padding
         self.first: Batch | None = None
@@ -55,11 +80,42 @@ class CheckedSource:
         return len(self._source)
 
     def __getitem__(self, i: int) -> Batch:
-        if self.first is None:
-            self.first = self._read(0, self._source[0])
-            if i == 0:
-                return self.first
-        return self.check(i, self._source[i])
+        """Read a sample; i: its index, in a later epoch plus epoch * len(self)."""
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
+        """Read a batch of samples, as torch's loader does. What a sample draws from the global
+        generators depends on the seed, its epoch and index alone."""
+        samples = []
+        with self._draws as draws:
+            if self.first is None:
+                draws.seed(self._seed, 0, 0)
+                self.first = self._read(0, self._source[0])
+            for epoch, i in (divmod(index, len(self._source)) for index in indices):
+                draws.seed(self._seed, epoch, i)
+                samples.append(self.check(i, self._source[i]))
+        return samples
+
+    def refuse_other_readings(self) -> None:
+        """Raise DataError if a sample differs when it is read again, or in a loader process."""
+        for i in spread(len(self), _READ_TWICE):
+            first = sample_hash(self, i)
+            with read_as_part(1, 2, 0, cast(Any, self)):
+                in_process = sample_hash(self, i)
+            if in_process == first:
+                continue
+            if sample_hash(self, i) == first:
+                reason = "depends on get_worker_info(): it differs in each loader process"
+                remedy = "return the same sample [i] in every process, which reads a part of them"
+                raise self._wrong(i, reason, remedy)
+            raise self.differs(i)
+
+    def differs(self, i: int | str) -> DataError:
+        """Return the error for a sample that is not the same when it is read again."""
+        reason = "differs each time it is read, so it would on each rank and after a resume"
+        remedy = "draw by torch, numpy.random or random themselves, which are seeded for each "
+        remedy += "sample, not by a generator that is kept, the time, or what was read before"
+        return self._wrong(i, reason, remedy)
 
     def check(self, i: int | str, sample: Any) -> Batch:
         """Return the sample after comparing it with the first one. i: its index, or for a stream
@@ -70,9 +126,11 @@ class CheckedSource:
         return checked
 
     def batch_sampler(self, config: Config, dp_rank: int, step: int) -> GlobalBatchSampler:
-        if self.lengths is None:
-            return GlobalBatchSampler(len(self), config, dp_rank, step)
-        return SimilarLengthBatchSampler(len(self), config, dp_rank, step, self.lengths)
+        sampler = GlobalBatchSampler(len(self), config, dp_rank, step)
+        if self.lengths is not None:
+            sampler = SimilarLengthBatchSampler(len(self), config, dp_rank, step, self.lengths)
+        sampler.with_epochs = True
+        return sampler
 
     def collate(self, samples: list[Batch]) -> Batch:
         """Stack samples to a batch [B, ...], padded where lengths differ."""
@@ -158,6 +216,42 @@ class CheckedSource:
                 if self.variable is not None:
                     remedy = f"return equal shapes, or give VariableLength a padding for {name!r}"
                 raise self._wrong(i, reason, remedy)
+
+
+def checked_source(
+    source: Any, part: str, name: str, config: Config, variable: VariableLength | None
+) -> CheckedSource:
+    """Wrap a map-style source of function `name`. Raises DataError if it is none, or if a sample
+    differs when it is read again."""
+    indexed = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+    if isinstance(source, IterableDataset | Mapping) or not indexed:
+        reason = f"its {part} part is a {type(source).__name__}, which is not read by [i]"
+        fix = "give a map-style dataset, with len() and [i], or validation=None of a stream"
+        raise DataError("data.name", name, reason, fix)
+    if len(source) < 1:
+        reason = f"its {part} part is empty"
+        raise DataError("data.name", name, reason, "it needs at least one sample")
+    if variable is not None:
+        _check_variable(variable, name, len(source) if part == "training" else None)
+    made = CheckedSource(source, part, name, config.seq_len, variable, config.seed)
+    made.refuse_other_readings()
+    return made
+
+
+def _check_variable(variable: VariableLength, name: str, size: int | None) -> None:
+    def wrong(reason: str, remedy: str) -> DataError:
+        return DataError("data.name", name, f"its VariableLength has {reason}", remedy)
+
+    if not isinstance(variable.bucket, int) or variable.bucket < 1:
+        raise wrong(f"bucket={variable.bucket!r}", "a number of tokens, such as 64")
+    for field, pad in variable.padding.items():
+        if not isinstance(pad, Pad) or pad.dims < 1:
+            raise wrong(f"{pad!r} as padding of {field!r}", "Pad(value=0, dims=1)")
+    if "inputs" not in variable.padding:
+        raise wrong("no padding for 'inputs'", 'Write padding={"inputs": Pad(), ...}')
+    if variable.lengths is not None and size not in (None, len(variable.lengths)):
+        reason = f"{len(variable.lengths)} lengths for {size} training samples"
+        raise wrong(reason, "give the length of each sample, or lengths=None")
 
 
 class SimilarLengthBatchSampler(GlobalBatchSampler):

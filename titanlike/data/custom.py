@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import IterableDataset, Subset
 
 from titanlike.config.errors import Problem, nearest, override_text
 from titanlike.config.imports import import_fix, import_object, of_a_library
 from titanlike.config.schema import Config, Custom
-from titanlike.data.checked import Call, CheckedSource
+from titanlike.data.checked import Call, checked_source
 from titanlike.data.kinds import (
     DataError,
     Vocabulary,
@@ -23,7 +23,7 @@ from titanlike.data.kinds import (
     missing_package,
 )
 from titanlike.data.readers import default_readers
-from titanlike.data.sources import Data, Pad, Source, VariableLength
+from titanlike.data.sources import Data
 
 # keys of all kinds of data or streams; not passed to the user's function
 _COMMON_KEYS = ("workers", "changed", "validation_fraction", "readers", "prefetch", "repeat")
@@ -65,7 +65,7 @@ def open_data(data: Custom, config: Config) -> Data:
         except TypeError as error:
             fix = "give its arguments as data.NAME"
             raise DataError("data.name", data.name, f"cannot be called ({error})", fix) from None
-    call = Call(function, {**arguments, **sizes}, reader_arguments)
+    call = Call(function, {**arguments, **sizes}, reader_arguments, config.seed)
     opened = call()
     if not isinstance(opened, Data):
         held_out = data.args.get("validation_fraction", _HELD_OUT)
@@ -76,7 +76,7 @@ def open_data(data: Custom, config: Config) -> Data:
         from titanlike.data.own_stream import open_stream
 
         return open_stream(opened, call, data, config)
-    return checked(opened, data.name, config.seq_len)
+    return checked(opened, data.name, config)
 
 
 def _data_of(returned: Any, name: str, held_out: float) -> Data:
@@ -86,13 +86,15 @@ def _data_of(returned: Any, name: str, held_out: float) -> Data:
         train, validation = returned
     elif is_stream(returned):
         train, validation = returned, cast(Any, None)
-    elif isinstance(returned, Dataset) or hasattr(returned, "__getitem__"):
-        train = validation = returned
+    elif hasattr(returned, "__getitem__") and not isinstance(returned, Mapping):
+        train = validation = cast(Any, returned)
         if held_out and hasattr(returned, "__len__") and (size := len(returned)) > 1:
             cut = size - min(size - 1, max(1, round(size * held_out)))
             train, validation = (Subset(returned, r) for r in (range(cut), range(cut, size)))
     else:
         reason = f"the function returned {type(returned).__name__}"
+        if isinstance(returned, Mapping):  # as a DatasetDict
+            reason += f" of {', '.join(map(str, returned))}"
         fix = "let it return a dataset, (training, validation), or a titanlike.data.sources.Data"
         raise DataError("data.name", name, reason, fix)
     parts = [f"{len(part):,}" if hasattr(part, "__len__") else "" for part in (train, validation)]
@@ -101,23 +103,13 @@ def _data_of(returned: Any, name: str, held_out: float) -> Data:
     return Data(train, validation, None, text)
 
 
-def checked(opened: Data, name: str, seq_len: int) -> Data:
+def checked(opened: Data, name: str, config: Config) -> Data:
     """Wrap the map-style sources that function `name` returned, so that samples are checked when
-    read."""
-    for part, source in (("training", opened.train), ("validation", opened.validation)):
-        if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
-            reason = f"its {part} part is a {type(source).__name__}, which has no [i]"
-            fix = "a map-style dataset, with len() and [i], or validation=None of a stream"
-            raise DataError("data.name", name, reason, fix)
-        if len(source) < 1:
-            reason = f"its {part} part is empty"
-            raise DataError("data.name", name, reason, "it needs at least one sample")
+    read. Raises DataError."""
     variable = opened.variable
-    if variable is not None:
-        _check_variable(variable, name, len(opened.train))
-    train = CheckedSource(cast(Source, opened.train), "training", name, seq_len, variable)
+    train = checked_source(opened.train, "training", name, config, variable)
     train.lengths = None if variable is None else variable.lengths
-    validation = CheckedSource(opened.validation, "validation", name, seq_len, variable)
+    validation = checked_source(opened.validation, "validation", name, config, variable)
     return replace(opened, train=train, validation=validation)
 
 
@@ -157,22 +149,6 @@ def _function(data: Custom) -> Callable[..., Any]:
     if kind := of_a_library(data.name, function, Data):
         raise DataError("data.name", data.name, f"is a {kind}", "name a function of your own")
     return function
-
-
-def _check_variable(variable: VariableLength, name: str, size: int) -> None:
-    def wrong(reason: str, remedy: str) -> DataError:
-        return DataError("data.name", name, f"its VariableLength has {reason}", remedy)
-
-    if not isinstance(variable.bucket, int) or variable.bucket < 1:
-        raise wrong(f"bucket={variable.bucket!r}", "a number of tokens, such as 64")
-    for field, pad in variable.padding.items():
-        if not isinstance(pad, Pad) or pad.dims < 1:
-            raise wrong(f"{pad!r} as padding of {field!r}", "Pad(value=0, dims=1)")
-    if "inputs" not in variable.padding:
-        raise wrong("no padding for 'inputs'", 'Write padding={"inputs": Pad(), ...}')
-    if variable.lengths is not None and len(variable.lengths) != size:
-        reason = f"{len(variable.lengths)} lengths for {size} training samples"
-        raise wrong(reason, "give the length of each sample, or lengths=None")
 
 
 def is_stream(part: Any) -> bool:

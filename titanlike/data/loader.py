@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing import queues
+from multiprocessing.util import get_temp_dir
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,6 +33,7 @@ from torch.utils.data import DataLoader
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, Custom
+from titanlike.data.draws import number_of
 from titanlike.data.kinds import loader_workers
 from titanlike.data.order import GlobalBatchSampler, RampBatchSampler
 from titanlike.data.registry import SHARED_MEMORY, free_shared_memory, open_data
@@ -57,9 +59,11 @@ def batches(
     making = partial(
         DataLoader[Any],
         worker_init_fn=_init_worker,
-        # The loader draws a number at its start, which must not come from dropout's generator.
-        generator=torch.Generator(),
+        # of its processes' seeds; drawn from dropout's generator otherwise
+        generator=torch.Generator().manual_seed(number_of(config.seed, dp_rank, start_step)),
     )
+    if loader_workers(config.data):
+        get_temp_dir()  # else each process makes one, which stays when it is killed
     if isinstance(source, Stream):
         padded = getattr(source, "collate", stack) is not stack
         if used is not None and not (used if padded else used - {REAL}):
@@ -137,6 +141,8 @@ def _init_worker(worker_id: int) -> None:
     more step. (torch installs the SIGTERM handler by which the training process stops its loader.)
     """
     os.setsid()
+    # a fork has none of the threads of tokenizers' pool, which would be waited for for ever
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     die_with_parent(os.getppid(), signal.SIGKILL)
     # W&B hooks imports to record packages in the run; the hook raises in a forked process
     if (hooks := sys.modules.get("wandb.sdk.lib.import_hooks")) is not None:
@@ -180,7 +186,7 @@ def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.T
         assert data is not None
         train = data.train
         if not isinstance(train, CheckedSource):  # not opened by `open_data`
-            train = checked(data, config.data.name, config.seq_len).train
+            train = checked(data, config.data.name, config).train
         batch = cast(CheckedSource, train).example()
     else:
         ids = torch.empty(config.seq_len, dtype=torch.int64, device="meta")

@@ -73,6 +73,8 @@ class GlobalBatchSampler:
     one step.
     """
 
+    with_epochs = False  # True: indices are epoch * size + index
+
     def __init__(self, size: int, config: Config, dp_rank: int, step: int) -> None:
         assert config.batch_size % config.dp == 0, "batch_size must divide into dp parts"
         self._size, self._seed = size, config.seed
@@ -90,14 +92,19 @@ class GlobalBatchSampler:
         number, row = divmod(self._step, self._steps)
         if number != self._block[0]:
             steps = np.arange(number * self._steps, (number + 1) * self._steps)
-            self._block = (number, self._samples(steps).tolist())
+            samples = self._samples(steps)
+            if self.with_epochs:
+                samples = samples + self._positions(steps) // self._size * self._size
+            self._block = (number, samples.tolist())
         self._step += 1
         return self._block[1][row]
 
     def _samples(self, steps: np.ndarray) -> np.ndarray:
         """Return this dp rank's sample indices for several steps, [steps, samples per step]."""
-        first = steps[:, None] * self._global + self._offset
-        return shuffled_index(first + np.arange(self._local), self._size, self._seed)
+        return shuffled_index(self._positions(steps), self._size, self._seed)
+
+    def _positions(self, steps: np.ndarray) -> np.ndarray:
+        return steps[:, None] * self._global + self._offset + np.arange(self._local)
 
 
 class RampBatchSampler(GlobalBatchSampler):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -18,13 +20,16 @@ from torchdata.nodes import BaseNode
 from tqdm import tqdm
 
 from titanlike.config.schema import Config, Custom
-from titanlike.data.checked import Call, CheckedSource
+from titanlike.data.checked import Call, CheckedSource, checked_source
+from titanlike.data.draws import Draws
 from titanlike.data.kinds import DataError
 from titanlike.data.readers import held_out_problems, reader_problems
 from titanlike.data.sources import Batch, Data
-from titanlike.data.stream_nodes import Repeated, State
-from titanlike.data.stream_source import HeldOutSource, StreamSource, not_saved
+from titanlike.data.stream_nodes import Repeated, State, hash_of
+from titanlike.data.stream_source import HeldOutSource, StreamSource, dumped, loaded, not_saved
 from titanlike.torch_private.loader_worker import read_as_part
+
+_TRIED = (2, 5, 10)  # states after so many samples are tried, up to the last of these
 
 
 def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
@@ -35,29 +40,27 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     for problem in (*reader_problems(config, readers), *held_out):
         raise DataError(problem.key, problem.value, problem.reason, problem.fix)
     checks = CheckedSource((), "training", data.name, config.seq_len, opened.variable)
+    held: Any = opened.validation
+    if held is not None:
+        held = checked_source(held, "validation", data.name, config, opened.variable)
     opener = _Opener(call, checks, config.seed, data.args.get("repeat", True))
     together = opened.variable is None
     train = StreamSource(config, readers, opener, {}, collate=checks.collate, together=together)
     if opened.validation is not None:
         train.held_batches = 0
-    first = opener.sample(0, train.readers)
-    if first is None:
+    opener.try_first_samples(train.readers)
+    if checks.first is None:
         raise train.too_short(0)
-    checks.first = train.example = first
+    train.example = checks.first
     if train.readers > 1 and train.head(0).first == train.head(1).first:
         reason = "readers 0 and 1 give the same first sample: all would read the whole stream"
         fix = "let the function take reader and readers and give every readers-th sample from the "
         fix += "reader-th one, or divide by get_worker_info(), or write data.readers=1"
         raise DataError("data.name", data.name, reason, fix)
-    held: Any = opened.validation
-    if held is None:
-        held = HeldOutSource(train)
-    else:
-        held = CheckedSource(held, "validation", data.name, config.seq_len, opened.variable)
     return replace(
         opened,
         train=train,
-        validation=held,
+        validation=HeldOutSource(train) if held is None else held,
         example=checks.example(),
         description=f"{opened.description}, streamed by {train.readers} readers",
         fingerprint=opened.fingerprint or f"a stream of {data.name}",
@@ -73,6 +76,7 @@ class _Opener:
     seed: int
     repeat: bool
     by_place = True
+    restores: bool = True  # whether the stream's state brings it back
 
     def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
         rows = OwnRows(self, reader, readers)
@@ -84,25 +88,60 @@ class _Opener:
         stream = opened.train if isinstance(opened, Data) else opened
         return stream[0] if isinstance(stream, tuple) else stream
 
-    def sample(self, reader: int, readers: int) -> Batch | None:
-        node = OwnRows(self, reader, readers)
-        item = next(node, None)
-        if what := not_saved(node.state_dict()):
-            reason = f"the state of its stream cannot be saved: {what}"
-            fix = "return numbers, texts, lists, dicts and tensors alone from state_dict"
-            raise DataError("data.name", self.checks.name, reason, fix)
-        return None if item is None else self.checks.check("0 of reader 0", item)
+    def try_first_samples(self, readers: int) -> None:
+        """Read the first samples of reader 0 twice, and again from a state. Sets `restores`, and the
+        sample that others are compared with. Raises DataError if samples differ, or the state
+        cannot be saved."""
+
+        def read(node: OwnRows, begin: int, end: int) -> list[int]:
+            hashes = []
+            for number in range(begin, end):
+                try:
+                    item = next(node)
+                except StopIteration:
+                    break
+                except Exception:
+                    if not number:
+                        raise
+                    break  # raised again when training reads it
+                sample = self.checks.check(f"{number} of reader 0", item)
+                self.checks.first = self.checks.first or sample
+                hashes.append(hash_of(sample))
+            return hashes
+
+        node, hashes, states = OwnRows(self, 0, readers), list[int](), dict[int, State]()
+        for place in _TRIED[:-1]:
+            hashes += read(node, len(hashes), place)
+            if what := not_saved(state := node.state_dict()):
+                reason = f"the state of its stream cannot be saved: {what}"
+                fix = "return numbers, texts, lists, dicts and tensors alone from state_dict"
+                raise DataError("data.name", self.checks.name, reason, fix)
+            states[place] = loaded(dumped(state, 0))["state"]  # reading on may change the original
+        hashes += read(node, len(hashes), _TRIED[-1])
+        pairs = zip_longest(hashes, read(OwnRows(self, 0, readers), 0, _TRIED[-1]))
+        for number, (first, again) in enumerate(pairs):
+            if first != again:
+                raise self.checks.differs(f"{number} of reader 0")
+        self.restores = not _has_shuffle_buffer(node.stream)
+        for place, state in states.items() if self.restores and node.has_state else ():
+            node = OwnRows(self, 0, readers)
+            node.reset(state)
+            self.restores &= read(node, place, _TRIED[-1]) == hashes[place:]
 
 
 class OwnRows(BaseNode[Any]):
-    """The items of a reader's stream. Without `state_dict` and `load_state_dict`, a resume reads
-    forward to its place."""
+    """The items of a reader's stream. Without `state_dict` and `load_state_dict`, or where these do
+    not bring it back, each epoch opens it anew, and a resume reads forward to its place.
+
+    What an item draws from the global generators depends on the seed, the reader, the epoch and the
+    item's place in it alone.
+    """
 
     def __init__(self, opener: _Opener, reader: int, readers: int) -> None:
         super().__init__()
         self._opener, self._reader, self._readers = opener, reader, readers
-        self._stream: Any = None
-        self.epoch = 0
+        self.stream: Any = None
+        self._draws, self.epoch = Draws(), 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -114,54 +153,70 @@ class OwnRows(BaseNode[Any]):
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
-        # a generator can be read only once; other streams can be iterated again
-        once = isinstance(self._stream, Iterator) and not isinstance(self._stream, BaseNode)
-        if self._stream is None or once:
-            self._stream = self._opener.stream(self._reader, self._readers)
-        stream, self._count = self._stream, 0
+        opener, state = self._opener, initial_state or {"count": 0, "state": None}
+        if not (opener.restores and self.has_state):
+            self.stream = opener.stream(self._reader, self._readers)
+        stream = self.stream
         module = type(stream).__module__.partition(".")[0]
-        if module == "datasets":
+        if module == "datasets" and self._readers > 1:
             from datasets.distributed import split_dataset_by_node
 
-            if self._readers > 1:
-                stream = split_dataset_by_node(stream, self._reader, self._readers)
-        self._info = module != "datasets" and isinstance(stream, IterableDataset)
+            stream = split_dataset_by_node(stream, self._reader, self._readers)
+        own_part = module == "datasets" or "reader" in opener.call.reader
+        self._info = stream if isinstance(stream, IterableDataset) and not own_part else None
         if hasattr(stream, "set_epoch"):
             stream.set_epoch(self.epoch)
-        self._open, behind = stream, 0
-        if initial_state is not None:
-            self._count = behind = initial_state["count"]
-            if hasattr(stream, "load_state_dict"):
-                stream.load_state_dict(initial_state["state"])
-                behind = 0
-        with self._as_part():
+        self._open, self._count, behind = stream, 0, state["count"]
+        with self._reading("begin"):
+            restored = opener.restores and state["state"] is not None
             if isinstance(stream, BaseNode):
-                stream.reset(initial_state and initial_state["state"])
-                self._items: Iterator[Any] = stream
-            else:
-                self._items = iter(stream)
-        if isinstance(stream, BaseNode):
+                stream.reset(state["state"] if restored else None)
+            elif restored:
+                stream.load_state_dict(state["state"])
+            self._items: Iterator[Any] = iter(stream)
+        if restored:
+            self._count = behind
             return
-        why = f"reader {self._reader} reads forward: {type(stream).__name__} has no state_dict"
-        for _ in tqdm(range(behind), why, disable=not behind, file=sys.stderr):
-            with self._as_part():
-                next(self._items)
+        why = "has no state_dict" if opener.restores else "has a state that does not bring it back"
+        why = f"reader {self._reader} reads forward: {type(stream).__name__} {why}"
+        for self._count in tqdm(range(behind), why, disable=not behind, file=sys.stderr):
+            with self._reading(self._count):
+                next(self._items, None)
+        self._count = behind
 
-    def _as_part(self) -> Any:
-        dataset = self._open if self._info else None
-        return read_as_part(self._reader, self._readers, self._opener.seed, dataset)
+    @contextmanager
+    def _reading(self, place: int | str) -> Iterator[None]:
+        """A context in which the stream is read, as a part of it, with this place's draws."""
+        info = read_as_part(self._reader, self._readers, self._opener.seed, self._info)
+        with self._draws as draws, info:
+            draws.seed(self._opener.seed, self._reader, self.epoch, place)
+            yield
 
     def next(self) -> Any:
-        with self._as_part():
+        with self._reading(self._count):
             item = next(self._items)
         self._count += 1
         return item
 
     def get_state(self) -> State:
-        state: State = {"count": self._count, "state": None}
-        if isinstance(self._open, BaseNode) or hasattr(self._open, "load_state_dict"):
-            state["state"] = self._open.state_dict()
-        return state
+        saved = self._opener.restores and self.has_state
+        return {"count": self._count, "state": self._open.state_dict() if saved else None}
+
+    @property
+    def has_state(self) -> bool:
+        return isinstance(self.stream, BaseNode) or hasattr(self.stream, "load_state_dict")
+
+
+def _has_shuffle_buffer(stream: Any) -> bool:
+    """Return whether a dataset of `datasets` has one, which its state leaves out."""
+    found = [getattr(stream, "_ex_iterable", None)]
+    while found:
+        part = found.pop()
+        if "Shuffled" in type(part).__name__ and hasattr(part, "buffer_size"):
+            return True
+        found += [getattr(part, "ex_iterable", None)] * hasattr(part, "ex_iterable")
+        found += getattr(part, "ex_iterables", ())
+    return False
 
 
 class _Checked(BaseNode[Batch]):

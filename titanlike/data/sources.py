@@ -11,8 +11,6 @@ same keys, dtypes and shapes; see `VariableLength` for different lengths.
 
 from __future__ import annotations
 
-import contextlib
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -207,8 +205,7 @@ def source_fingerprint(source: Source) -> str:
     """Return a text that identifies a source's content."""
     if hasattr(source, "fingerprint"):
         return source.fingerprint()
-    with random_state_kept():
-        text = f"{len(source):,} samples, {_samples_hash(source)}"
+    text = f"{len(source):,} samples, {samples_hash(source)}"
     if (lengths := getattr(source, "lengths", None)) is not None:
         lengths = np.asarray(lengths)
         text += f", lengths {numbers_hash(len(lengths), lambda a, n: lengths[a : a + n])}"
@@ -223,25 +220,21 @@ def numbers_hash(count: int, read: Callable[[int, int], np.ndarray]) -> str:
     if count <= _WHOLE:
         starts, size = range(0, count, _BLOCKS * _BLOCK), _BLOCKS * _BLOCK
     else:
-        starts, size = _spread(count - _BLOCK + 1, _BLOCKS), _BLOCK
+        starts, size = spread(count - _BLOCK + 1, _BLOCKS), _BLOCK
     for start in starts:
         block = read(start, min(size, count - start))
         hasher.update(np.ascontiguousarray(block, dtype="<i8").data)
     return hasher.hexdigest()
 
 
-def _samples_hash(source: Source) -> str:
-    """Hash some samples; only keys, dtypes and shapes if reading a sample twice gives different
-    values."""
-    indices = _spread(len(source), _SAMPLES)
-    hashes = [_sample_hash(source, i) for i in indices]
-    if hashes[0] == _sample_hash(source, indices[0]):
-        return xxhash.xxh3_64_hexdigest(" ".join(hashes).encode())
-    form = _sample_hash(source, indices[0], values=False)
-    return f"{form} (of random samples: their values are not compared)"
+def samples_hash(source: Source) -> str:
+    """Hash some samples, evenly spread."""
+    hashes = [sample_hash(source, i) for i in spread(len(source), _SAMPLES)]
+    return xxhash.xxh3_64_hexdigest(" ".join(hashes).encode())
 
 
-def _sample_hash(source: Source, i: int, values: bool = True) -> str:
+def sample_hash(source: Source, i: int) -> str:
+    """Hash a sample; of one that cannot be read, return the name of its error."""
     hasher = xxhash.xxh3_64()
     try:
         sample = source[i]
@@ -250,25 +243,14 @@ def _sample_hash(source: Source, i: int, values: bool = True) -> str:
     for name, value in sorted(sample.items()):
         if name == REAL:
             continue
-        hasher.update(f"{name} {value.dtype} {list(value.shape) if values else ''}".encode())
-        if values:
-            flat = value.detach().cpu().contiguous().flatten()
-            hasher.update(flat.view(torch.uint8).numpy().data)
+        hasher.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        flat = value.detach().cpu().contiguous().flatten()
+        hasher.update(flat.view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 
 
-def _spread(size: int, most: int) -> Sequence[int]:
+def spread(size: int, most: int) -> Sequence[int]:
     """Return up to `most` of 0..size-1, evenly spread, first and last included."""
     if size <= most:
         return range(size)
     return [i * (size - 1) // (most - 1) for i in range(most)]
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Restore the global random states after a user's samples drew from them."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])

@@ -121,7 +121,7 @@ def _places(section: Any) -> set[Path]:
 
 def open_sets(data: Data, config: Config) -> Data:
     """Return the training data with the sets of `validation.data`. Raises DataError."""
-    from titanlike.data.sources import ENDLESS, Stream, random_state_kept
+    from titanlike.data.sources import ENDLESS, Stream
 
     sets: dict[str, Source] = {}
     for name, section in sections(config).items():
@@ -138,11 +138,10 @@ def open_sets(data: Data, config: Config) -> Data:
         # a stream's samples are not read yet
         known = [] if isinstance(data.train, Stream) else [data.train, opened.validation]
         same_lengths = data.variable is opened.variable is None
-        with random_state_kept():
-            forms = [
-                {n: f"{list(x.shape) if same_lengths else ''} {x.dtype}" for n, x in one[0].items()}
-                for one in known
-            ]
+        forms = [
+            {n: f"{list(x.shape) if same_lengths else ''} {x.dtype}" for n, x in one[0].items()}
+            for one in known
+        ]
         if (data.variable is None) != (opened.variable is None) or forms[:1] != forms[1:]:
             reason = f"has samples of {forms[-1:]}, and the training data of {forms[:1]}"
             raise DataError(key, section.name, reason, "the same fields, dtypes and shapes in both")

@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -294,6 +295,9 @@ def exit_now(code: int) -> NoReturn:
 
         for child in multiprocessing.active_children():
             child.kill()
+        # of the sockets that their tensors come by; Python removes it at a normal exit alone
+        folder = getattr(multiprocessing.current_process(), "_config", {}).get("tempdir")
+        shutil.rmtree(folder or "", ignore_errors=True)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

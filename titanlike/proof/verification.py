@@ -184,9 +184,10 @@ def apart(worker: Worker, name: str, ranks: int | None = None) -> Worker:
 
 
 def _bounded(config: Config) -> Config:
-    """The config with a bounded validation."""
-    some = config.validation.batches or _BATCHES
-    return replace(config, validation=replace(config.validation, batches=some))
+    """The config with a bounded validation; a stream has one only if something is held out."""
+    some = config.validation.batches or _BATCHES if config.validation.every else 1
+    validation = replace(config.validation, batches=some, every=config.validation.every or 1)
+    return replace(config, validation=validation)
 
 
 def compute_reference(
