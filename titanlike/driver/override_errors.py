@@ -180,7 +180,8 @@ class Advice:
         inside = [name for name in self.known if name.startswith(group)]
         # a proposal stays in its section: the other's key would change something else
         left = (word for word in fix.split() if "." in key_of(word) and not word.startswith(group))
-        if (fix or note) and not (inside and any(left)):
+        held_out = fix.startswith("validation.")  # data.val_path: held-out data have one section
+        if (fix or note) and (held_out or not (inside and any(left))):
             return fix, note
         # of a section of this program's, its own keys and those of no section
         names = [*(name for name in self.known if not name.startswith("hydra.")), *SHORT]
