@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,26 @@ from support import any_models, device_dependent, forwards, stashed
 from support.cells import slow
 from support.forwards import DIM, VOCAB, Blocks
 from support.models import tiny
+from support.opened import opened
 from support.proven import assert_proven
+from support.world import run_world
 from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import Custom, EvenSplit, PointSplit, SyntheticData
+from titanlike.config.schema import (
+    Config,
+    Custom,
+    EvenSplit,
+    Fsdp,
+    Model,
+    PointSplit,
+    SyntheticData,
+)
 from titanlike.graph.cut import message, message_problem, same_messages
 from titanlike.graph.model_graph import Field, ModelGraph
 from titanlike.graph.partition import partition
 from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import RecordError
 from titanlike.graph.stage import Stage
+from titanlike.launch.worker import Worker
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.training.preflight import preflight
 from titanlike.training.train_plan import make_plan
@@ -501,3 +514,42 @@ def test_parameters_that_the_forward_does_not_use_are_on_the_first_stage() -> No
     graphs = [plan.model_graph.graphs(plan.fields, mode) for mode in (True, False)]
     stages = plan.model_graph.stage_modules(*graphs)
     assert {"spare.weight", "spare.bias"} <= {*stages[0][1]} and len(stages) == 2
+
+
+class Viewed(nn.Module):
+    """Blocks that return views; its loss may be cut off."""
+
+    def __init__(self, vocab_size: int, cut: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), Turned()) for _ in range(2))
+        self.head, self.cut = nn.Linear(16, vocab_size), cut
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).detach() if self.cut else self.head(x)
+
+
+class Turned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def strict_step(config: Config, worker: Worker) -> float:
+    warnings.filterwarnings("error", "FSDP2-wrapped module .* returned a view")
+    with opened(config, worker) as job:
+        return job.train().item()
+
+
+def test_blocks_that_return_views_are_sharded_without_a_warning(tmp_path: Path) -> None:
+    config = tiny(dp=2, model=Model(f"{__name__}.Viewed"), fsdp=Fsdp(3))
+    both = run_world(strict_step, config, tmp_path)
+    one = run_world(strict_step, replace(config, dp=1, fsdp=Fsdp()), tmp_path)
+    assert both == pytest.approx([one[0]] * 2, rel=1e-6)
+
+
+def test_a_loss_without_gradient_is_told_before_launch() -> None:
+    [problem] = preflight(tiny(model=Model(f"{__name__}.Viewed", {"cut": True})))
+    assert problem.key == "model.name" and "its loss has no gradient" in problem.reason

@@ -397,7 +397,7 @@ def test_the_estimates_and_flops_are_those_of_bf16() -> None:
         ),
         (
             tiny(tp=2, precision=MXFP8),
-            r"q_proj has 32 features, and a part of 1/2 is no number of 32 features .*; write tp=1",
+            r"q_proj has 32 features, and 32/2 = 16 is not a multiple of 32, .*64/2 = 32 is.*; write tp=1",
         ),
         (
             tiny_hf(model_of("gpt2"), precision=FLOAT8),

@@ -16,12 +16,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titanlike.config.schema import Config, Precision, ScaledPrecision
 from titanlike.device.accelerator import is_accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import experts_of
+from titanlike.graph.recording import tree_map
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
@@ -70,6 +71,8 @@ def shard_stage(
     options["reshard_after_forward"] = zero == 3
     if config.fsdp.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device))
+    for module in (stage, *(stage.get_submodule(name) for group in groups for name in group)):
+        module.register_forward_hook(_not_a_view)  # before FSDP's own
     units: list[list[Any]] = [[] for _ in groups]  # FSDP units nested in each group: experts
     if mesh.expert_axes is not None:  # before the blocks that they are in
         for path, experts in experts_of(stage).items():
@@ -94,6 +97,13 @@ def shard_stage(
             # sums, not averages: the loss is scaled by 1 / (global count)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo and others know no PreMulSum
+
+
+def _not_a_view(module: nn.Module, args: Any, output: Any) -> Any:
+    """Copy results that are views: FSDP's hooks on a view are lost if it is changed in place."""
+    return tree_map(
+        output, lambda x: x.clone() if isinstance(x, Tensor) and x._base is not None else x
+    )
 
 
 # --- what stays on a rank ------------------------------------------------------------------------

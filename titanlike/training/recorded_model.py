@@ -55,6 +55,12 @@ def record_model(
         if problems := metric_problems(config, output, targets):
             raise ConfigError(problems)
     graph.trained_outputs = trained_outputs(loss, output, targets)
+    if not any(graph.trained_outputs):
+        reason = "its loss has no gradient: weight decay alone would train it"
+        fix = (
+            "remove .detach(), no_grad or requires_grad_(False) from all of its forward or its loss"
+        )
+        raise ConfigError([Problem("model.name", resolved.name, reason, fix)])
 
     def unchanged() -> nn.Module:
         fresh = build_model(resolved)

@@ -260,8 +260,10 @@ def _block_problem(module: nn.Module, entry: Entry, features: int, size: int) ->
     parts = chain.from_iterable(_ranges(entry, features, each)[0] for each in ranks)
     if not any(edge % block for part in parts for edge in part):
         return ""
-    shared = f"{block} features that have one scale, unless precision.skip leaves it in bf16"
-    return f"{features} features, and a part of 1/{size} is no number of {shared}"
+    fits = -(-features // (size * block)) * size * block
+    text = f"{features} features, and {features}/{size} = {features / size:g} is not a multiple of "
+    text += f"{block}, which share a scale, as {fits}/{size} = {fits // size} is"
+    return f"{text}; precision.skip leaves a layer in bf16"
 
 
 def _packed(argument: Any, features: int) -> tuple[int, ...]:
