@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from support.families import hf, moe
 from support.models import tiny
+from support.opened import opened
 from support.world import run_world
 from titanlike.config import files
 from titanlike.config.optimizers.sgd import Sgd
@@ -34,6 +35,7 @@ from titanlike.optim import optimizer
 from titanlike.parallel import context_attention
 from titanlike.parallel.tp import styles
 from titanlike.pipeline.pipeline import Pipeline
+from titanlike.proof import recorder
 from titanlike.proof.comparison import compare
 from titanlike.proof.localization import Attempts, first_place
 from titanlike.proof.recorder import Recorder
@@ -404,3 +406,14 @@ def test_whatever_is_wrong_with_updates_is_told(scale: float, norm: float) -> No
     config = tiny(dp=2, optimizer=Sgd(clip=1.0))
     first = first_place(Verdict(rows, [rows, rows], 1), config)["first"]
     assert first[0].startswith("first difference: update of weight")
+
+
+def exchanged(config: Config, worker: Worker) -> list[torch.dtype]:
+    with opened(config, worker):
+        every = recorder._gathered({"x": torch.ones(3).to(torch.float8_e4m3fn)})
+        return [each["x"].dtype for each in every]
+
+
+def test_ranks_exchange_results_in_float8(tmp_path: Path) -> None:
+    """Which cannot be pickled: "UntypedStorage has no attribute dtype" ended localization."""
+    assert run_world(exchanged, tiny(dp=2), tmp_path) == [[torch.float8_e4m3fn] * 2] * 2

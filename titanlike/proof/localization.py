@@ -13,7 +13,6 @@ import math
 import operator
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial, reduce
@@ -60,6 +59,8 @@ _OF_STEP = re.compile(r" of step (\d+)$")
 
 # --- the smallest failing layout ------------------------------------------------------------------
 
+_ERROR = "error: "
+_OF_A_PEER = ("Connection", "closed", "reset by peer", "Broken pipe")  # that has ended
 _MESH = ("pp", "cp", "tp", "ep", "replicate", "dp")
 
 
@@ -233,22 +234,31 @@ class Attempts:
         self, config: Config, recorder: Recorder | None = None, wrong: Wrong | None = None
     ) -> Verdict | None:
         """Collective; None on unused ranks, and if the layout cannot run."""
-        name, result = f"attempt {len(self._answers)}", None
+        name, result, text = f"attempt {len(self._answers)}", None, ""
         if self.worker.rank < config.world_size and not problems(config):
             part = apart(self.worker, name, config.world_size)
             options: dict[str, Any] = {"reference": self._path, "recorder": recorder}
             try:
                 result = compare_with_one_process(config, part, **options, wrong=wrong)
             except Exception as error:  # whatever is wrong with it; peers then see it leave
-                if not self._alone:  # else sizes that do not fit each other are tried, too
-                    print(f"{name} could not run: {error}", file=sys.stderr)
+                text = f"{_ERROR}{type(error).__name__}: {error}"
                 if dist.is_initialized():
                     close_mesh()
-        text = ""
         if result is not None:
             text = "agrees" if result.agrees else "in modules" if result.wrong else "fails"
         answers = barrier(self.worker, name, REFERENCE_TIMEOUT, text, listens=True)
-        self._answers.append(answers.get(0, ""))
+        causes = [text.removeprefix(_ERROR) for text in answers.values() if text.startswith(_ERROR)]
+        self._answers.append("" if causes else answers.get(0, ""))
+        if (
+            causes and self.worker.rank == 0 and not self._alone
+        ):  # else sizes may not fit each other
+            cause = min(causes, key=lambda text: any(word in text for word in _OF_A_PEER))
+            layout = [f"{axis}={size}" for axis in _MESH if (size := getattr(config, axis)) > 1]
+            layout += [f"schedule={config.schedule.name}"] * (config.pp > 1)
+            text = (
+                f"{' '.join(layout) or 'one process'}: not known whether it is right, as it could"
+            )
+            Console(steps=1).line(f"{text} not be run ({' '.join(cause.split())[:300]})")
         return result
 
     def first_operation(

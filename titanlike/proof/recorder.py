@@ -3,6 +3,7 @@ of them differ."""
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -256,9 +257,11 @@ class Recorder(Transform):
 
 
 def _gathered(value: Any) -> list[Any]:
+    """Each rank's value, by rank; saved by torch, as float8 tensors cannot be pickled."""
+    torch.save(value, file := io.BytesIO())
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value)
-    return every
+    dist.all_gather_object(every, file.getvalue())
+    return [torch.load(io.BytesIO(data), weights_only=False) for data in every]
 
 
 class _Parts:
