@@ -123,8 +123,12 @@ def _token_files(data: StreamData) -> tokens.TokenSet | None:
 
 def _token_section(data: StreamData) -> TokenData:
     ours = open_tokenizer(data.tokenizer)
-    common = {"vocab_size": ours.vocab_size, "boundary": ours.boundary}
-    return TokenData(path=data.path or "", documents=data.documents, **common)
+    return TokenData(
+        path=data.path or "",
+        documents=data.documents,
+        vocab_size=ours.vocab_size,
+        boundary=ours.boundary,
+    )
 
 
 def read_by_index(data: StreamData) -> TextData | HFData | TokenData:

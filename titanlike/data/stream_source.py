@@ -71,7 +71,7 @@ class StreamSource(Stream):
         self,
         config: Config,
         readers: int | None,
-        open_reader: Callable[..., Any],
+        open_reader: Any,
         example: Batch,
         finish: Callable[[Any], Batch] = _as_it_is,
         collate: Callable[[list[Batch]], Batch] = stack,

@@ -21,7 +21,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         for module in self.modules():
             if "RotaryEmbedding" in type(module).__name__:
                 module.register_forward_pre_hook(_without_hidden_state, with_kwargs=True)
-                if longest_with_fixed_frequencies(self.config) is not None:
+                if longest_with_fixed_frequencies(cast(Any, self.config)) is not None:
                     module.rope_type = "default"  # no longer sequence, for which it reads values
         if folder is not None and next(self.parameters()).is_meta:
             FolderWeights(self, folder).check()

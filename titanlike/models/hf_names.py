@@ -52,7 +52,8 @@ class Counterpart:
         whole = whole_sizes(sizes)
         config: dict[str, Any] = {"model_type": self.model_type}
         config |= {"architectures": [self.architecture]}
-        config |= {self.renamed.get(key, key): whole[key] for key in self.keys} | self.fixed
+        config |= {self.renamed.get(key, key): whole[key] for key in self.keys}
+        config |= self.fixed
         if "rope_theta" in config:
             scaling = whole["rope_scaling"] or {"rope_type": "default"}
             if scaling["rope_type"] == "yarn":  # transformers 4 computes the factor from it

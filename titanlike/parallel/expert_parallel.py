@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -321,7 +321,7 @@ class _BalanceInOneProcess(Transform):
         self._tokens = torch.ones(())
         for name, experts in experts_of(model).items():
             self._holders[experts] = model.get_submodule(name.rpartition(".")[0])
-            device, count = next(model.parameters()).device, experts.num_experts
+            device, count = next(model.parameters()).device, cast(int, experts.num_experts)
             vars(experts)[_TOTAL] = torch.zeros(count, dtype=torch.int64, device=device)
             experts.register_forward_pre_hook(_count)
 
