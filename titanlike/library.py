@@ -44,6 +44,7 @@ from titanlike.launch.worker import Worker
 from titanlike.models.registry import resolve_model
 from titanlike.torch_private.process_groups import default_store
 from titanlike.training import build as building
+from titanlike.training.same_data import refuse_other_data
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.training_run import TrainingRun
 
@@ -212,6 +213,7 @@ def build(
         data = open_data_on_every_rank(config, worker)
     alone = not dist.is_initialized()
     mesh = open_mesh(config, replace(worker, run_dir=Path(config.run_dir)))
+    refuse_other_data(config, data, mesh, worker)
     run = building.build(config, mesh, data)
     return TrainingRun(config, worker, data, run, closes_group=alone)
 

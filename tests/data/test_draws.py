@@ -3,6 +3,7 @@ processes, and after a resume; data that differ by rank, process or reading are 
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,18 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from support.cells import cells
 from support.models import tiny
 from support.runs import train_each
 from support.world import run_world
+from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, Custom, Validation
 from titanlike.data.kinds import DataError
 from titanlike.data.loader import batches, validation_batches
 from titanlike.data.registry import open_data
 from titanlike.data.sources import Data, VariableLength
+from titanlike.distributed.mesh import open_mesh
+from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
+from titanlike.training.same_data import refuse_other_data
 
 COUNT = 40  # samples of an epoch
 
@@ -271,3 +277,65 @@ def test_data_that_cannot_be_read_again_are_refused_by_name(kind: str, reason: s
     with pytest.raises(DataError) as caught:
         open_data(of(kind))
     assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+def by_environment(seq_len: int) -> Any:
+    rank, size = (int(os.environ.get(name, n)) for n, name in enumerate(("RANK", "WORLD_SIZE")))
+    return Mapped(seq_len, lambda i: i * size + rank)
+
+
+def by_group(seq_len: int) -> Any:
+    return Mapped(seq_len, lambda i: dist.get_rank() if dist.is_initialized() else 0)
+
+
+def streamed_by_group(seq_len: int, reader: int, readers: int) -> Any:
+    draw = lambda n: dist.get_rank() if dist.is_initialized() else 0  # noqa: E731
+    return Streamed(seq_len, draw, (reader, readers))
+
+
+def by_process(seq_len: int) -> Any:
+    """As names in a set are in another order in each process."""
+    order = sorted(range(COUNT), key=lambda n: hash((os.getpid(), n)))
+    return Mapped(seq_len, order.__getitem__)
+
+
+RANKS = "rank 1 reads other data than rank 0"
+REFUSED = {
+    "by_environment": "they divide themselves by rank",
+    "by_group": "they divide themselves by rank",
+    "by_process": "depends on the process",
+}
+
+
+def compared(config: Config, worker: Worker) -> str:
+    os.environ |= {"RANK": str(worker.rank), "WORLD_SIZE": str(worker.world_size)}
+    data = open_data(config)
+    mesh = open_mesh(config, worker)
+    try:
+        refuse_other_data(config, data, mesh, worker)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "case",
+    cells(
+        {"by_group pp=2": ("by_group", {"pp": 2}), "by_process": ("by_process", {"dp": 2})},
+        {
+            "by_environment": ("by_environment", {"dp": 2}),
+            "streamed_by_group": ("streamed_by_group", {"dp": 2}),
+            "mapped": ("mapped", {"pp": 2, "dp": 2}),
+            "stateful": ("stateful", {"pp": 2, "dp": 2}),
+        },
+    ),
+)
+def test_ranks_that_read_other_data_are_refused_with_the_cause(
+    case: tuple[str, dict[str, int]], tmp_path: Path
+) -> None:
+    kind, layout = case
+    found = run_world(compared, of(kind, **layout), tmp_path)
+    assert len({*found}) == 1, "all ranks end"
+    expected = REFUSED.get(kind.removeprefix("streamed_"), "")
+    assert expected in found[0] and bool(found[0]) == bool(expected)
+    assert not expected or RANKS in found[0] and "\n" not in found[0]

@@ -46,6 +46,7 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     opener = _Opener(call, checks, config.seed, data.args.get("repeat", True))
     together = opened.variable is None
     train = StreamSource(config, readers, opener, {}, collate=checks.collate, together=together)
+    opener.count_sample = train.count_sample
     if opened.validation is not None:
         train.held_batches = 0
     opener.try_first_samples(train.readers)
@@ -77,6 +78,7 @@ class _Opener:
     repeat: bool
     by_place = True
     restores: bool = True  # whether the stream's state brings it back
+    count_sample: Callable[[], object] = lambda: None  # called as a reader reads forward
 
     def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
         rows = OwnRows(self, reader, readers)
@@ -182,6 +184,7 @@ class OwnRows(BaseNode[Any]):
         for self._count in tqdm(range(behind), why, disable=not behind, file=sys.stderr):
             with self._reading(self._count):
                 next(self._items, None)
+            opener.count_sample()
         self._count = behind
 
     @contextmanager

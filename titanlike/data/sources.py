@@ -71,6 +71,12 @@ class Stream(ABC):
     def unread(self, config: Config, start: int) -> Iterator[Batch]: ...
 
     @abstractmethod
+    def samples_read(self) -> int: ...
+
+    @abstractmethod
+    def first_samples(self, config: Config, dp_rank: int) -> Iterator[tuple[int, int]]: ...
+
+    @abstractmethod
     def saved(self, step: int) -> dict[str, torch.Tensor]: ...
 
     @abstractmethod
@@ -201,9 +207,10 @@ def fingerprint_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]
     return [f"{key}: {now.get(key)}, was {saved.get(key)}" for key in dict.fromkeys(keys)]
 
 
-def source_fingerprint(source: Source) -> str:
-    """Return a text that identifies a source's content."""
-    if hasattr(source, "fingerprint"):
+def source_fingerprint(source: Source, samples: bool = False) -> str:
+    """Return a text that identifies a source's content. samples: read some, even if it has a
+    fingerprint of its own, which reads megabytes."""
+    if hasattr(source, "fingerprint") and not samples:
         return source.fingerprint()
     text = f"{len(source):,} samples, {samples_hash(source)}"
     if (lengths := getattr(source, "lengths", None)) is not None:

@@ -92,6 +92,7 @@ class StreamSource(Stream):
         self._run_holds: dict[int, tuple[int, set[int]]] = {}  # `Head` items, hashes of the run
         self._held_anywhere: set[int] | None = None  # `Head.hashes` of all readers
         self._firsts: dict[int, int] = {}  # reader -> `Head.first` of the checkpoint
+        self._read = torch.zeros(1, dtype=torch.int64).share_memory_()  # by loader processes, too
 
     def __len__(self) -> int:
         return ENDLESS
@@ -124,6 +125,22 @@ class StreamSource(Stream):
         for step in count(start):
             rows = rows_of(config, step) // config.dp
             yield {n: x.new_empty(rows, *x.shape, device="meta") for n, x in self.example.items()}
+
+    def count_sample(self) -> None:
+        """Count a sample that is read on the way to the first batch, which may take long."""
+        self._read += 1
+
+    def samples_read(self) -> int:
+        return int(self._read)
+
+    def first_samples(self, config: Config, dp_rank: int) -> Iterator[tuple[int, int]]:
+        """Yield (reader, hash of its first sample) of a dp rank's readers, of reader 0 and of the
+        next rank's first: by these, ranks compare what they read."""
+        # those of before there was a process group may be others
+        self._heads, self._held_anywhere = {}, None
+        readers = self.own(config, dp_rank)
+        for reader in sorted({0, *readers, readers.stop % self.readers}):
+            yield reader, self.head(reader).first
 
     def _batches(
         self, blocks: Iterator[Block], workers: int, position: int, start: int
@@ -247,6 +264,7 @@ class StreamSource(Stream):
                 break
             samples.append(self.finish(item))
             held += held == len(samples) - 1 and known.issuperset(hashes)
+            self.count_sample()
         if not samples:
             raise self.too_short(reader)
         first = hash_of(samples[0])
@@ -299,6 +317,8 @@ class StreamSource(Stream):
 
 class HeldOutSource:
     """The validation part of a stream: the first batches of its readers."""
+
+    of_stream = True  # its samples are compared with the readers'
 
     def __init__(self, source: StreamSource) -> None:
         self._source = source

@@ -67,6 +67,7 @@ _PATIENCE = 5.0  # seconds without progress on a device until peers' errors are 
 _PEER_INTERVAL = 2.0  # and between two checks
 _REPORTERS = 2  # ranks that report a hang: one of them may hang itself
 _MOST_BEATS = 200.0  # limit of heartbeats per second, of all ranks, on a file server
+_READING = ("data", "load")  # phases in which samples may be read for a long time
 # keys of the timeouts of phases, for the error text; others: launch.timeout
 _KEYS = dict.fromkeys(("load", "save", "export"), "checkpoint.timeout")
 
@@ -109,6 +110,7 @@ class Watchdog:
         # a peer did not respond for too long: (the limit, all beats at that time)
         self._lost: tuple[str, dict[int, Beat]] | None = None
         self._host = socket.gethostname()
+        self._samples_read: Callable[[], int] = lambda: 0
         self._recording = threading.Thread()
         self._step, self._phase, self._action = 0, "start", ""
         self.enter_phase(0, "start")
@@ -116,6 +118,11 @@ class Watchdog:
     def watch_device(self, queue: DeviceQueue | None) -> None:
         """From now on the progress of a device's queue counts as well; None = it has none."""
         self._queue = queue
+
+    def watch_reading(self, count: Callable[[], int]) -> None:
+        """From now on, where a rank waits for data, the samples that a stream counts as it reads
+        forward are progress. Called in a different thread."""
+        self._samples_read = count
 
     def enter_phase(self, step: int, phase: str, timeout: float | None = None) -> None:
         """Record that this rank begins a phase, in which each action may take `timeout` seconds.
@@ -197,7 +204,10 @@ class Watchdog:
         looks = self._worker.world_size > 1 and self._worker.local_rank < _REPORTERS
         looks, entered = looks or self._reports, None
         reading = self._worker.world_size / 1000  # seconds for all heartbeats, before a collective
+        samples = 0
         while self._sleep(min(1.0, self._shortest / 20)):
+            if samples != (samples := self._samples_read()) and self._phase in _READING:
+                self._since = monotonic()
             if self._queue is not entered and self._queue is not None:
                 self._queue.enter_thread()
                 entered = self._queue

@@ -61,6 +61,7 @@ from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
 from titanlike.training.device_batches import to_device
 from titanlike.training.first_batch import compile_blocks, refuse_mixed_samples
+from titanlike.training.same_data import refuse_other_data
 from titanlike.training.session import connect, open_data_on_every_rank
 from titanlike.training.step import measured_step, validate
 
@@ -133,6 +134,7 @@ def compare_with_one_process(
     if reference is None:
         compute_reference(config, data, worker, path)
     mesh = connect(config, worker)
+    refuse_other_data(config, data, mesh, worker)
     exact, rounded = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
     more = {} if recorder is None else {"recorder": recorder}

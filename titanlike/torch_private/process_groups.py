@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -89,3 +93,15 @@ def forget_groups_of_meshes() -> None:
 
     for mesh in [item for item in gc.get_objects() if type(item) is DeviceMesh]:
         getattr(mesh, "_pg_registry", {}).clear()
+
+
+@contextmanager
+def as_only_rank() -> Iterator[None]:
+    """A context in which a user's code that asks for rank and world size, by torch or by the
+    environment, is told 0 and 1."""
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"), "0")
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"), "1")
+    rank, size = (mock.patch.object(dist, name) for name in ("get_rank", "get_world_size"))
+    with mock.patch.dict(os.environ, ranks | sizes), rank as told_rank, size as told_size:
+        told_rank.return_value, told_size.return_value = 0, 1
+        yield

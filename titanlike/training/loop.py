@@ -25,6 +25,7 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import Batch, Stream
 from titanlike.distributed.async_reads import PendingScalars
 from titanlike.distributed.mesh import close_mesh
+from titanlike.launch.rendezvous import barrier
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.summary import objective_value
@@ -33,7 +34,7 @@ from titanlike.training import report
 from titanlike.training.anomalies import Anomaly, BadNumbers
 from titanlike.training.checks import may_mix_samples
 from titanlike.training.device_batches import batches_for
-from titanlike.training.session import Session, open_session
+from titanlike.training.session import DATA_TIMEOUT, Session, open_session
 from titanlike.training.step import (
     drop_gradients,
     finish_step,
@@ -290,12 +291,20 @@ def _compile(s: Session, stream: Iterator[Batch]) -> Iterator[Batch]:
 
 def batches_from(s: Session) -> Iterator[Batch]:
     """This dp rank's batches after `s.progress`: the position in the data is a function of the
-    step."""
+    step. Collective for a stream: all ranks wait until each has its first batch, to which it may
+    read forward for long."""
     start = s.progress.step + s.progress.left_out
     used = None if s.run.plan.variable else s.run.pipeline.used_fields()
     dp_rank = s.run.mesh.dp_rank
     stream = batches(s.data.train, s.config, dp_rank=dp_rank, start_step=start, used=used)
-    return batches_for(s.run, s.config, stream)
+    stream = batches_for(s.run, s.config, stream)
+    if not isinstance(s.data.train, Stream) or s.progress.step >= s.last:
+        return stream
+    s.watchdog.enter_phase(s.progress.step + 1, "data", s.config.launch.timeout)
+    first = next(stream, None)
+    s.watchdog.enter_phase(s.progress.step + 1, "data of other ranks", 0)
+    barrier(s.worker, f"data/{start}", DATA_TIMEOUT)
+    return chain([] if first is None else [first], stream)
 
 
 def roll_back(s: Session, anomaly: Anomaly, rollbacks: list[int]) -> None:

@@ -15,7 +15,7 @@ from titanlike.config.parse import to_plain, write_config
 from titanlike.config.schema import ChatData, Config, MemoryProfile, TensorBoard, Wandb
 from titanlike.data.kinds import DataError
 from titanlike.data.registry import open_data
-from titanlike.data.sources import Data
+from titanlike.data.sources import Data, Stream
 from titanlike.device.accelerator import kernels
 from titanlike.device.choose import choose_device, near_device
 from titanlike.distributed.async_reads import device_queue
@@ -31,6 +31,7 @@ from titanlike.metrics.sinks import JsonlSink, Sink
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
 from titanlike.training.layout import layout
+from titanlike.training.same_data import refuse_other_data
 from titanlike.training.step import PendingStep
 
 if TYPE_CHECKING:  # each is imported where a config asks for it
@@ -134,10 +135,13 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
     """
     watchdog.enter_phase(0, "start", 0)  # one process may tokenize for hours
     data = open_data_on_every_rank(config, worker)
+    if isinstance(data.train, Stream):
+        watchdog.watch_reading(data.train.samples_read)
     device, _ = choose_device(config, worker.local_rank, worker.local_world_size)
     worker.resources.enter_context(near_device(device))
     watchdog.enter_phase(0, "connect", config.launch.timeout)
     mesh = open_mesh(config, worker)
+    refuse_other_data(config, data, mesh, worker, watchdog.enter_phase)
     queue = device_queue(mesh.device)
     watchdog.watch_device(queue)
     metric_names = [*(config.metrics.own or {})]
