@@ -12,14 +12,18 @@ import pytest
 import torch
 
 from support.cells import cells
-from support.models import tiny
+from support.models import LLAMA, tiny
 from support.sources import KINDS, OWN, STREAMS, by_step, documents_in, of_source
+from support.world import RankError, run_world
 from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Config, DecayLr, Validation
+from titanlike.config.schema import Config, DecayLr, Model, Validation
 from titanlike.data.loader import batches, validation_weights
 from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import IGNORE
+from titanlike.models.registry import resolve_model
 from titanlike.optim.optimizer import learning_rate
+from titanlike.training.loop import train
+from titanlike.training.report import epochs
 from titanlike.training.train_plan import make_plan
 
 # whose samples are what is held out, and not the documents within them
@@ -134,3 +138,14 @@ def test_the_learning_rate_ends_with_max_tokens() -> None:
     )
     assert learning_rate(config, 40) == pytest.approx(0.1 * config.optimizer.lr)
     assert learning_rate(config, 20) > 0.5 * config.optimizer.lr
+
+
+def test_an_id_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
+    config = of_source("map_style", tmp_path, model=Model("llama", {**LLAMA, "vocab_size": 60}))
+    said = "has the id 6[0-3] in 'inputs', and the model has 60; return ids from 0 to 59"
+    with pytest.raises(RankError, match=said):
+        run_world(train, config, tmp_path)
+    unknown = replace(config, model=Model("llama", {**LLAMA, "vocab_size": None}))
+    with pytest.raises(ConfigError, match="write model.vocab_size=64, or let the function return"):
+        resolve_model(unknown)
+    assert "WARNING: fewer than a batch" in epochs(config, 9)

@@ -33,7 +33,7 @@ def test_the_lines_that_a_streams_run_proposes_work(tmp_path: Path) -> None:
     )
     own = evaluated(tmp_path, f"data.path={tmp_path / 'a'}")
     assert re.search(r"bytes +(9\d\d|1,0[012]\d)$", own, re.M), "4 batches of 256 tokens"
-    assert "has trained on others; write" in evaluated(tmp_path, "validation.batches=50")
+    assert "has trained on others; write" in evaluated(tmp_path, "validation.batches=40")
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from titanlike.config.errors import ConfigError, Problem, nearest, override_text
 from titanlike.config.imports import import_fix, import_object, of_a_library
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
-from titanlike.data.registry import vocab_size
+from titanlike.data.registry import open_data, vocab_size
 from titanlike.distributed import initialize
 
 MODELS = {
@@ -49,10 +49,20 @@ def resolve_model(config: Config, vocabulary: int | None = None) -> Custom:
         args["vocab_size"] = vocab_size(config) if vocabulary is None else vocabulary
         if args["vocab_size"] is None and config.model.name != "hf":
             reason = f"data.name={config.data.name} does not say how many token ids there are"
-            fix = "model.vocab_size=50257, or let the function return a Data with vocab_size=50257"
+            size = f"vocab_size={_largest_id(config) + 1}"
+            fix = f"model.{size}, or let the function return a Data with {size}, or more"
             raise ConfigError([Problem("model.vocab_size", "null", reason, fix)])
     args |= {key: config.seq_len for key in LENGTHS if args.get(key, 0) is None}
     return Custom(config.model.name, args)
+
+
+def _largest_id(config: Config) -> int:
+    """Return the largest id among the first samples of a user's data."""
+    data = open_data(config)
+    source: Any = data.train
+    count = 0 if data.example is not None else min(len(source), 256)
+    samples = [data.example or {}, *(source[i] for i in range(count))]
+    return max(int(ids.max()) for sample in samples for ids in sample.values())
 
 
 def _required(name: str) -> set[str]:

@@ -255,6 +255,9 @@ def epochs(config: Config, sequences: int, unit: str = "sequences") -> str:
     last = config.last_step
     epochs = config.tokens(last) / config.seq_len / sequences
     text = f"{epochs:.3g} of {units.count(sequences)} {unit} by step {last}"
+    if sequences < config.batch_size:
+        fix = f"more data, or batch_size={max(1, sequences)}"
+        return f"{text}; WARNING: fewer than a batch, which has some of them twice; {fix}"
     if epochs >= _MANY_EPOCHS:
         fit = max(1, int(_MANY_EPOCHS * sequences / config.batch_size))
         return f"{text}; WARNING: a model learns so few by heart; more data, or steps={fit}"

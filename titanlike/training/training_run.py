@@ -33,12 +33,11 @@ from titanlike.launch.failures import describe
 from titanlike.launch.rendezvous import barrier, forget
 from titanlike.launch.worker import Worker
 from titanlike.metrics.run_files import Events
-from titanlike.models.registry import complete_arguments
 from titanlike.optim.loss import logits_of, takes_divided_logits
 from titanlike.training import build as building
 from titanlike.training.anomalies import AnomalyDetector, BadNumbers
 from titanlike.training.checks import may_mix_samples
-from titanlike.training.device_batches import to_device
+from titanlike.training.device_batches import to_device, vocabulary_of
 from titanlike.training.layout import layout
 from titanlike.training.step import measured_step
 from titanlike.training.step import validate as validation_losses
@@ -329,7 +328,7 @@ class TrainingRun:
         names = ["inputs", *(["targets"] * takes_divided_logits(self.config.loss))]
         if floats or name not in names or not value.is_cpu:  # reading a GPU's would synchronize
             return None
-        known = self._vocabulary
+        known = vocabulary_of(self.plan)
         ids = value[value != IGNORE] if name == "targets" else value
         low, high = (int(end) for end in ids.aminmax()) if ids.numel() else (0, 0)
         if known is None or (low >= 0 and high < known):
@@ -357,13 +356,6 @@ class TrainingRun:
             gathered = gathered[:, : tokens[0]]  # without padding
         leaves, rebuild = tree_flatten(output)
         return rebuild([gathered if leaf is logits else leaf for leaf in leaves])
-
-    @functools.cached_property
-    def _vocabulary(self) -> int | None:
-        """The model's vocabulary size; None if it does not declare one."""
-        model: Any = self.plan.model_graph.model
-        known = complete_arguments(self.plan.model).get("vocab_size")
-        return getattr(getattr(model, "config", None), "vocab_size", known)
 
     @functools.cached_property
     def _checkpointer(self) -> Checkpointer:
