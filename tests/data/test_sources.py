@@ -13,12 +13,12 @@ import torch
 
 from support.cells import cells
 from support.models import LLAMA, tiny
-from support.sources import KINDS, OWN, STREAMS, by_step, documents_in, of_source
+from support.sources import KINDS, MAPPED, OWN, STREAMS, by_step, documents_in, of_source
 from support.world import RankError, run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, DecayLr, Model, Validation
 from titanlike.data.loader import batches, validation_weights
-from titanlike.data.registry import DataError, open_data
+from titanlike.data.registry import DataError, open_data, problems
 from titanlike.data.sources import IGNORE
 from titanlike.models.registry import resolve_model
 from titanlike.optim.optimizer import learning_rate
@@ -67,12 +67,14 @@ def test_what_is_held_out_is_never_trained_on(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["text", "reshuffled", "token_files"])
-def test_no_layout_or_resume_trains_on_what_is_held_out(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["text", "reshuffled", "token_files", *MAPPED[:-1]])
+def test_every_layout_and_resume_reads_the_same_samples(kind: str, tmp_path: Path) -> None:
+    """Also in later epochs, in which what is held out is left out."""
     one, two = (of_source(kind, tmp_path, dp=dp, workers=w) for dp, w in ((1, 0), (2, 1)))
     expected, _ = by_step(one, [], 0, 90)
     _, saved = by_step(one, [], 0, 20)
-    assert by_step(two, saved, 20, 70)[0] == expected[20:]
+    found, _ = by_step(two, saved, 20, 70)
+    assert found == expected[20:]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "stateful"])
@@ -149,3 +151,12 @@ def test_an_id_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="write model.vocab_size=64, or let the function return"):
         resolve_model(unknown)
     assert "WARNING: fewer than a batch" in epochs(config, 9)
+
+
+@pytest.mark.parametrize("kind", ["data=text", "jsonl", "data=mixture"])
+def test_the_first_record_of_each_file_is_read_before_a_launch(kind: str, tmp_path: Path) -> None:
+    config = of_source(kind, tmp_path)
+    assert problems(config) == []
+    (broken := sorted(tmp_path.rglob("b.jsonl"))[0]).write_text("{broken")
+    (problem,) = problems(config)
+    assert "line 1 is not JSON" in str(problem) and str(broken.parent) in str(problem)

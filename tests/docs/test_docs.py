@@ -176,6 +176,12 @@ def test_every_table_has_a_header_and_rows_of_its_width(page: str) -> None:
             assert columns == width, line
 
 
+def test_the_promises_of_sources_name_tests_that_exist() -> None:
+    tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests" / "data").glob("*.py"))
+    named = set(re.findall(r"`(test_\w+)`", PAGES["docs/data.md"]))
+    assert named and [name for name in named if f"def {name}(" not in tests] == []
+
+
 def test_generated_tables_match_the_code() -> None:
     """If not: python docs/generate.py"""
     for page, text in PAGES.items():

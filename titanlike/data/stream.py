@@ -84,9 +84,7 @@ def _check_section(data: StreamData, config: Config) -> Iterator[Problem]:
         if _token_files(data) is not None:
             return
         if (rows := _dataset(data)) is None:
-            first = text.find_files(data.path)[0]
-            if text.kind_of_file(first) in (".jsonl", *text.TABLES):
-                next(text.documents([first], data.text_key), None)
+            text.check_first_records(text.find_files(data.path), data.text_key)
         else:
             yield from hf_dataset.check(rows, config)
     except DataError as error:

@@ -101,10 +101,18 @@ def check_tokenizer(data: TextData | HFData | ChatData | MixtureData, config: Co
     open_tokenizer(data.tokenizer)
 
 
+_TRIED = 64  # files whose first record is read before a launch
+
+
+def check_first_records(files: list[Path], text_key: str) -> None:
+    """Raise DataError if the first text of a file of records cannot be read."""
+    of_records = [file for file in files if kind_of_file(file) in (".jsonl", *TABLES)]
+    for file in of_records[:_TRIED]:
+        next(documents([file], text_key), None)
+
+
 def _check_files(data: TextData, config: Config) -> None:
-    files = find_files(data.path)
-    if (table := next((f for f in files if kind_of_file(f) in TABLES), None)) is not None:
-        _table(table)
+    check_first_records(find_files(data.path), data.text_key)
 
 
 def check_stand_in(data: TextData | StreamData, config: Config) -> Iterator[Problem]:
