@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
 from titanlike.config.schema import Config, Custom
-from titanlike.data.kinds import DataError, loader_workers
-from titanlike.data.sources import IGNORE, Batch
+from titanlike.data.kinds import loader_workers
+from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.models.documents import with_host_copy
-from titanlike.models.registry import MODELS, complete_arguments
+from titanlike.models.registry import MODELS
 from titanlike.training.build import Run
-from titanlike.training.train_plan import TrainPlan
 
 
 def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[Batch]:
@@ -34,7 +32,9 @@ def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[B
     used = None if run.plan.variable else run.pipeline.used_fields()
     stream = (_needed(batch, used) for batch in stream)
     if isinstance(config.data, Custom) and config.model.name in MODELS:
-        stream = (_known_ids(batch, vocabulary_of(run.plan), config) for batch in stream)
+        from titanlike.training.known_ids import with_known_ids
+
+        stream = (with_known_ids(batch, run.plan, config) for batch in stream)
     if run.mesh.device.type == "cpu":
         return (to_device(batch, run.mesh, config) for batch in stream)
     from titanlike.training.copy_ahead import DeviceStreams, copied_ahead
@@ -43,34 +43,6 @@ def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[B
     in_thread = not isinstance(config.data, Custom) or loader_workers(config.data) > 0
     move = partial(to_device, mesh=run.mesh, config=config)
     return copied_ahead(stream, run.mesh.device, move, streams, in_thread)
-
-
-def vocabulary_of(plan: TrainPlan) -> int | None:
-    """Return the model's vocabulary size; None if it does not declare one."""
-    model: Any = plan.model_graph.model
-    known = complete_arguments(plan.model).get("vocab_size")
-    return getattr(getattr(model, "config", None), "vocab_size", known)
-
-
-def _known_ids(batch: Batch, known: int | None, config: Config) -> Batch:
-    """Return the batch. Raises DataError for a token id that the model does not have; torch would
-    stop in a kernel."""
-    for name in ("inputs", "targets"):
-        ids = batch[name]
-        if known is None or ids.is_meta or ids.is_floating_point() or not ids.is_cpu:
-            continue
-        learned = ids.masked_fill(ids == IGNORE, 0) if name == "targets" else ids
-        low, high = (int(end) for end in learned.aminmax())
-        if low < 0 or high >= known:
-            bad = low if low < 0 else high
-            row = int((ids == bad).nonzero()[0, 0])
-            reason = (
-                f"sample {row} of a batch has the id {bad} in {name!r}, and the model has {known}"
-            )
-            fix = f"return ids from 0 to {known - 1}"
-            fix += f", or a Data with vocab_size={high + 1} or more" if high >= known else ""
-            raise DataError("data.name", config.data.name, reason, fix)
-    return batch
 
 
 def _needed(batch: Batch, used: set[str] | None) -> Batch:

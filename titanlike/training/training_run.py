@@ -37,7 +37,8 @@ from titanlike.optim.loss import logits_of, takes_divided_logits
 from titanlike.training import build as building
 from titanlike.training.anomalies import AnomalyDetector, BadNumbers
 from titanlike.training.checks import may_mix_samples
-from titanlike.training.device_batches import to_device, vocabulary_of
+from titanlike.training.device_batches import to_device
+from titanlike.training.known_ids import vocabulary_of
 from titanlike.training.layout import layout
 from titanlike.training.step import measured_step
 from titanlike.training.step import validate as validation_losses
