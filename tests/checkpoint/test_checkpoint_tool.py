@@ -1,26 +1,26 @@
-"""tools/checkpoint.py on the checkpoints of a real run: looking, verifying, comparing,
-converting."""
+"""tools/checkpoint.py on the checkpoints of a real run: looking, verifying, consolidating."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from support.paths import ROOT
-from support.saved_runs import a_run, checkpoint, edited, reseal
-from support.saved_state import load_each, opened, update
+from support.saved_runs import a_run, checkpoint, edited
+from support.saved_state import opened, update
 from support.world import run_world
 from titanlike.checkpoint.commands import main
 from titanlike.checkpoint.discovery import Progress
@@ -92,13 +92,13 @@ def test_list_shows_every_checkpoint_and_what_is_wrong_with_it(run: Path, tool: 
     assert all(" dp2 " in line for line in text.splitlines()[2:])
     assert tool("list", run / "checkpoints") == (code, text)
 
-    os.truncate(checkpoint(run, 4) / "__1_0.distcp", 100)
+    os.truncate(checkpoint(run, 4) / "rank-00001.safetensors", 100)
     (checkpoint(run, 2) / "COMMITTED").unlink()
     code, text = tool("list", run)
     assert code == 0 and max(map(len, text.splitlines())) <= 80
     states = dict(line.split()[:2] for line in text.splitlines()[2:5])
     assert states == dict(zip(names, ("incomplete", "complete", "damaged"), strict=True))
-    assert "step-00000004  __1_0.distcp has 100 bytes" in text
+    assert "step-00000004  rank-00001.safetensors has 100 bytes" in text
     assert "step-00000002  no COMMITTED: its save was killed" in text
 
     elsewhere = run.parent / "elsewhere"  # which is not followed, whoever has written it there
@@ -116,7 +116,7 @@ def test_show_tells_what_a_checkpoint_holds(whole_run: Path, tool: Tool) -> None
     code, text = tool("show", whole_run)
     assert code == 0 and max(map(len, text.splitlines())) <= 120
     assert "step        4\n" in text and "2 ranks (dp2), torch" in text
-    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata", "state.json"):
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors", "index.json", "state.json"):
         assert name in text
     counts = {line.split()[0]: line.split()[1] for line in text.splitlines() if line.split()}
     # of the optimizer two of each, and one step count
@@ -149,13 +149,14 @@ def test_verify_reads_all_and_names_each_bad_file(run: Path, tool: Tool) -> None
     """A leftover of a save that was killed harms no run; asked for alone, it is incomplete."""
     code, text = tool("verify", run)
     assert code == 0 and text.count("complete (5 files") == 3
-    flip(checkpoint(run, 4) / "__0_0.distcp")
-    os.truncate(checkpoint(run, 4) / "pieces.json", 7)
-    (checkpoint(run, 4) / "__1_0.distcp").unlink()
+    files = [f"rank-0000{rank}.safetensors" for rank in range(2)]
+    flip(checkpoint(run, 4) / files[0])
+    os.truncate(checkpoint(run, 4) / "state.json", 7)
+    (checkpoint(run, 4) / files[1]).unlink()
     code, text = tool("verify", run)
     assert code == 1 and text.count(": complete (") == 2
     bad = text[text.index("step-00000004: damaged") :].splitlines()[1:]
-    assert [line.split()[0] for line in bad] == ["__0_0.distcp", "__1_0.distcp", "pieces.json"]
+    assert {line.split()[0] for line in bad} == {*files, "state.json"}
     assert tool("verify", checkpoint(run, 2))[0] == 0
     (checkpoint(run, 4) / "COMMITTED").unlink()
     code, text = tool("verify", run)
@@ -164,114 +165,11 @@ def test_verify_reads_all_and_names_each_bad_file(run: Path, tool: Tool) -> None
     assert code == 1 and "step-00000004: incomplete" in text
 
 
-def test_verify_misses_no_bytes_that_a_checkpoint_should_have(run: Path, tool: Tool) -> None:
-    """Checksums that fit, for files that do not hold every tensor."""
-    path = checkpoint(run, 4) / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    index = next(key for key in metadata.storage_data if key.fqn == "model.model.norm.weight")
-    del metadata.storage_data[index]
-    metadata.state_dict_metadata["model.lm_head.weight"].chunks.pop()
-    last = max(metadata.storage_data.values(), key=lambda info: info.offset)
-    object.__setattr__(last, "offset", 10**9)
-    path.write_bytes(pickle.dumps(metadata))
-    reseal(checkpoint(run, 4))
-    code, text = tool("verify", checkpoint(run, 4))
-    assert code == 1
-    assert ".metadata names no file for model.model.norm.weight at [" in text
-    assert "1,024 of the 2,048 elements of model.lm_head.weight" in text
-    assert f"{last.relative_path} ends before the bytes of" in text
-
-
-def test_nothing_damaged_or_planted_is_read_or_run(run: Path, tool: Tool, tmp_path: Path) -> None:
-    class Planted:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "harm"),)
-
-    step, file = checkpoint(run, 4), tmp_path / "out.safetensors"
-    flip(checkpoint(run, 2) / "__1_0.distcp")
-    (step / ".metadata").write_bytes(pickle.dumps(Planted()))
-    reseal(step)
-    for folder, says in ((step, "posix.mkdir"), (checkpoint(run, 2), "__1_0.distcp does not")):
-        for words in (("verify", folder), ("compare", folder, step), ("consolidate", folder, file)):
-            code, text = tool(*words)
-            assert code == 1 and says in text, words
-    code, text = tool("show", step)
-    assert code == 1 and "posix.mkdir" in text
-    assert not (tmp_path / "harm").exists() and not file.exists()
-
-
-# --- comparing -----------------------------------------------------------------------------------
-
-
-def test_compare_says_what_differs_and_by_how_much(
-    whole_run: Path, tool: Tool, tmp_path: Path
-) -> None:
-    step = checkpoint(whole_run, 4)
-    assert tool("compare", step, whole_run) == (0, "the same: 66 of 66 tensors are equal\n")
-
-    other = edited(step, tmp_path, lambda tensors: tensors["model.norm.weight"][3].add_(0.25))
-    code, text = tool("compare", step, other)
-    row = next(line for line in text.splitlines() if "model.model.norm.weight" in line)
-    assert code == 1 and row.split()[1:] == ["values", "0.25", "1"]
-    assert (
-        "only in A: optimizer.state.model.embed_tokens.weight.exp_avg\n" in text
-    )  # and not in the file
-    assert "only in A: 23 more" in text
-    assert "different: 20 of 64 tensors are equal" in text
-    assert "random generators: not compared, of 2 and of 0 ranks" in text
-
-    same = edited(step, tmp_path, lambda tensors: None)
-    for command in ("list", "show", "verify"):  # a file of another program has weights alone
-        code, text = tool(command, same.parent)
-        assert code == 0 and "complete" in text, command
-    for tolerance, code in ((0, 1), (0.25, 0), (0.24, 1)):
-        assert tool("compare", same, other, "--tolerance", tolerance)[0] == code
-
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.norm.weight"][0] = float("nan")
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][1:].clone()
-        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].bfloat16()
-        tensors["new"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
-
-    spoiled = edited(step, tmp_path, spoil)
-    code, text = tool("compare", same, spoiled, "--tolerance", 1e30)
-    assert code == 1 and "different: 17 of 22 tensors are equal" in text
-    assert (
-        "only in A: model.model.layers.0.mlp.up_proj.weight" in text
-        and "only in B: model.new" in text
-    )
-    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if "model." in line}
-    assert rows["model.model.norm.weight"] == ["values", "inf", "1"]
-    assert rows["model.lm_head.weight"][:4] == ["shape:", "64x32", "and", "63x32"]
-    assert rows["model.model.embed_tokens.weight"][:4] == ["dtype:", "float32", "and", "bfloat16"]
-    assert tool("compare", spoiled, spoiled)[0] == 0  # NaN where NaN is
-
-
 # --- converting ----------------------------------------------------------------------------------
 
 
-def test_a_run_converted_to_one_file_and_back_is_the_same(
-    saved: Config, tool: Tool, tmp_path: Path
-) -> None:
-    """In a folder, or at a URL; it goes on from there."""
-    file, step = tmp_path / "run.safetensors", checkpoint(Path(saved.run_dir), 2)
-    code, text = tool("consolidate", step, file, "--optimizer")
-    assert code == 0 and "66 tensors" in text
-    for there in (tmp_path / "again" / "checkpoints", "memory://bucket/run"):
-        code, text = tool("restore", file, there)
-        assert code == 0 and "checkpoint.resume=" in text
-        assert tool("compare", step, f"{there}/step-00000002")[0] == 0
-        for command in ("list", "show", "verify"):
-            code, text = tool(command, there)
-            assert code == 0 and "step-00000002" in text and "complete" in text
-    again = replace(saved, dp=1, run_dir=str(tmp_path / "again"))
-    [[loaded]] = run_world(load_each, again, tmp_path / "ranks", [again])
-    assert (loaded.step, loaded.error) == (2, "")
-
-
-def test_a_model_converted_to_one_file_and_back_is_the_same(
-    whole_run: Path, tool: Tool, tmp_path: Path
-) -> None:
+def test_a_model_is_consolidated_to_one_file(whole_run: Path, tool: Tool, tmp_path: Path) -> None:
+    """In each dtype; as the run itself has saved it in bf16."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         word = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
         file = tmp_path / f"{word}.safetensors"
@@ -279,49 +177,62 @@ def test_a_model_converted_to_one_file_and_back_is_the_same(
         tensors = load_file(file)
         assert "model.layers.1.mlp.down_proj.weight" in tensors and len(tensors) == 21
         assert {tensor.dtype for tensor in tensors.values()} == {dtype}
-        code, text = tool("restore", file, tmp_path / word)
-        assert code == 0 and "checkpoint.start_from=" in text
-        assert tool("verify", tmp_path / word)[0] == 0
-    theirs = whole_run / "checkpoints" / "model-00000004"  # what the run itself saved in bf16
-    assert tool("compare", tmp_path / "bf16" / "model-00000004", theirs)[0] == 0
+    theirs = tmp_path / "theirs.safetensors"
+    assert tool("consolidate", whole_run / "checkpoints" / "model-00000004", theirs)[0] == 0
+    own, other = load_file(tmp_path / "bf16.safetensors"), load_file(theirs)
+    assert all(torch.equal(own[name], other[name]) for name in own | other)
     large = edited(whole_run, tmp_path, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
     code, text = tool("consolidate", large, tmp_path / "x.safetensors", "--dtype", "fp16")
     assert code == 2 and "model.model.norm.weight has values too large" in text
     assert not (tmp_path / "x.safetensors").exists()
 
 
-def test_a_converted_file_is_complete_or_absent(
+def test_a_checkpoint_is_read_by_safetensors_and_by_torch_alone(
     whole_run: Path, tool: Tool, tmp_path: Path
 ) -> None:
-    """A disk that is full, damage on the way, and files that must not be lost."""
-    file, restored = tmp_path / "out" / "model.safetensors", tmp_path / "restored"
+    """By the lines of the docs; what torch consolidates has the bits of `consolidate`."""
+    step, file = checkpoint(whole_run, 4), tmp_path / "one.safetensors"
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    lines = page.partition("```py\n")[2].partition("```")[0]
+    scope: dict[str, Any] = {"folder": step}
+    assert lines.count("\n") == 5
+    exec(lines, scope)
+    assert tool("consolidate", step, file)[0] == 0
+    truth = {f"model.{name}": tensor for name, tensor in load_file(file).items()}
+    found = scope["tensors"]
+    names = {name for name in found if name.startswith("model.")}
+    assert names == truth.keys() and "optimizer.state.lm_head.weight.exp_avg" in found
+    assert all(torch.equal(found[name], truth[name]) for name in truth)
+
+    out = tmp_path / "consolidated"
+    out.mkdir()
+    consolidate_safetensors_files(str(step), str(out), dict.fromkeys(truth, 1))
+    torchs = load_file(out / "model-00001-of-00001.safetensors")
+    assert torchs.keys() == truth.keys()
+    assert all(torch.equal(torchs[name], truth[name]) for name in truth)
+
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
+    dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(step)), no_dist=True)
+    assert all(torch.equal(loaded[name], truth[name]) for name in truth)
+
+
+def test_a_consolidated_file_is_complete_or_absent(
+    whole_run: Path, tool: Tool, tmp_path: Path
+) -> None:
+    """A disk that is full, and files that must not be lost."""
+    file = tmp_path / "out" / "model.safetensors"
     file.parent.mkdir()
-
-    def on_a_full_disk(*words: Any) -> tuple[int, str]:
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-        try:
-            return tool(*words)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    code, text = on_a_full_disk("consolidate", whole_run, file)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        code, text = tool("consolidate", whole_run, file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert code == 2 and "could not be written" in text and not [*file.parent.iterdir()]
     assert tool("consolidate", whole_run, file)[0] == 0
     before = file.read_bytes()
     code, text = tool("consolidate", whole_run, file)
     assert code == 2 and "exists already" in text and file.read_bytes() == before
-    code, text = on_a_full_disk("restore", file, restored)
-    assert code == 2 and "could not be written" in text and not [*restored.iterdir()]
-    flip(file)
-    code, text = tool("restore", file, restored)
-    assert code == 1 and "is damaged" in text
-    file.write_bytes(before[:-10])
-    assert tool("restore", file, restored)[0] == 1
-    file.write_bytes(before)
-    assert tool("restore", file, restored)[0] == 0
-    code, text = tool("restore", file, restored)
-    assert code == 2 and "exists already" in text
 
 
 MISTAKES = {
@@ -329,15 +240,13 @@ MISTAKES = {
     "list nowhere": "no checkpoint there",
     "show nowhere": "no checkpoint there",
     "verify nowhere": "no checkpoint there",
-    "compare RUN nowhere": "B=nowhere",
-    "compare RUN RUN --tolerance -1": "at least 0",
+    "digest RUN nowhere": "B=nowhere",
+    "compare RUN RUN": "`digest A B` says",
+    "verify RUN --repair": "rename DAMAGED to COMMITTED",
     "consolidate nowhere x.safetensors": "CHECKPOINT=nowhere",
     "consolidate RUN no/folder/x.safetensors": "there is no folder",
-    "consolidate RUN x --dtype fp16 --optimizer": "write one of the two",
-    "consolidate RUN/checkpoints/model-00000004 x --optimizer": "model alone",
     "consolidate RUN s3://bucket/x": "a local path",
-    "restore nowhere.safetensors x": "no such file",
-    "restore RUN x": "no such file",
+    "restore x RUN": "a checkpoint is a folder of safetensors",
     "list nosuch://bucket": "are kept in a local folder, or by one of file, ",
 }
 

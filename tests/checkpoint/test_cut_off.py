@@ -64,7 +64,7 @@ class Moments:
 def a_save(folder: Storage, step: int) -> None:
     state = {"step": step, "progress": {}, "val_loss": None, "same": {}, "sequences": 1}
     tensors = {"model.w": torch.full((100,), float(step)), "rng.0.cpu": torch.get_rng_state()}
-    write_checkpoint(folder.at(step_name(step)), state, prepare_save(tensors, None, None), None)
+    write_checkpoint(folder.at(step_name(step)), state, prepare_save(tensors), None)
 
 
 def test_an_interrupted_checkpoint_is_complete_or_ignored(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def cut_everywhere(config: Config, worker: Worker) -> None:
                 check_all(path)
             assert folder.at(step_name(1)).exists(MARKER)
             newest = folder.at(step_name(2))
-            if name in ("mark", "lift"):  # never a leftover, which a start deletes
+            if name == "mark":  # never a leftover, which a start deletes
                 assert newest.exists(MARKER) or newest.exists(DAMAGED_MARKER)
             if not cut:
                 assert moment > 1
@@ -98,10 +98,6 @@ def cut_everywhere(config: Config, worker: Worker) -> None:
     def mark(folder: Storage) -> None:
         integrity.mark_damaged(folder.at(step_name(2)), "a reason")
 
-    def lift(folder: Storage) -> None:
-        two = folder.at(step_name(2))
-        integrity.lift_mark(two, integrity.marked_checksum(two))
-
     def delete(folder: Storage) -> None:
         integrity.delete_checkpoint(folder.at(step_name(2)))
 
@@ -112,7 +108,6 @@ def cut_everywhere(config: Config, worker: Worker) -> None:
     assert every("save", lambda _: None, save)[0] == step_name(2)
     assert every("again", leftover, save)[0] == step_name(2)
     assert every("mark", save, mark)[0] == step_name(1)
-    assert every("lift", lambda folder: (save(folder), mark(folder)), lift)[0] == step_name(2)
     newest, order = every("delete", save, delete)
     assert newest == step_name(1)
     assert order.index(f"os.remove {MARKER}") < order.index(f"shutil.rmtree {step_name(2)}")
@@ -149,7 +144,7 @@ def in_which_order(config: Config, worker: Worker) -> bool:
     return (folder / step_name(1) / MARKER).exists()
 
 
-@pytest.mark.parametrize("mode", [*slow("async_process"), *slow("async", marks=GRID)])
+@pytest.mark.parametrize("mode", [*slow("async_pinned"), *slow("async", marks=GRID)])
 def test_a_run_killed_during_a_save_loses_nothing(mode: str, tmp_path: Path) -> None:
     places = ("in a save", "before the commit", "half removed")
     found = campaign(tmp_path, 3, 0, ("one",), (mode,), places)

@@ -3,12 +3,11 @@ fresh."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
 import re
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,19 +19,25 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from support.records import numbers
 from support.saved_runs import a_run, checkpoint, events, reseal, train_all
-from support.saved_state import going_on, load, load_each, opened, update
+from support.saved_state import going_on, load_each
 from support.world import run_world
-from titanlike.checkpoint import integrity, state_dict
-from titanlike.checkpoint.discovery import Progress
-from titanlike.checkpoint.integrity import UNEQUAL, Damage, check_all, read_tensors
-from titanlike.checkpoint.reader import ShardReader
-from titanlike.checkpoint.storage import CHUNKS, DAMAGED_MARKER, MARKER, DamagedCheckpoint, Storage
+from titanlike.checkpoint import integrity
+from titanlike.checkpoint.commands import main
+from titanlike.checkpoint.format import Index, Piece
+from titanlike.checkpoint.integrity import UNEQUAL, Damage, check_all, open_header, read_index
+from titanlike.checkpoint.reader import ShardReader, read
+from titanlike.checkpoint.storage import (
+    DAMAGED_MARKER,
+    INDEX,
+    MARKER,
+    STATE,
+    DamagedCheckpoint,
+    Storage,
+)
 from titanlike.config.schema import Config
-from titanlike.launch.worker import Worker
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +63,13 @@ def flip(path: Path, position: int, bit: int = 6) -> None:
 
 def flip_in(folder: Path, entry_name: str) -> str:
     """Flip a bit in the middle of a tensor's bytes; in which file."""
-    chunk = read_tensors(Storage(folder))[entry_name].chunks[-1]
-    flip(folder / str(chunk.file), chunk.begin + chunk.length // 2)
-    return str(chunk.file)
+    piece = pieces_of(folder, entry_name)[-1]
+    flip(folder / piece.file, piece.begin + piece.bytes // 2)
+    return piece.file
+
+
+def pieces_of(folder: Path, name: str) -> list[Piece]:
+    return open_header(Storage(folder)).pieces([name])[name]
 
 
 def cut(path: Path) -> None:
@@ -75,14 +84,14 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "removed": Path.unlink,
     "emptied": lambda path: os.truncate(path, 0),
 }
-FILES = [MARKER, ".metadata", "__0_0.distcp", "__1_0.distcp", "files.json", CHUNKS, "state.json"]
+FILES = [MARKER, INDEX, "rank-00000.safetensors", "rank-00001.safetensors", STATE]
 
 
 def test_a_damaged_file_is_named_and_an_older_checkpoint_loaded(
     saved: Config, tmp_path: Path
 ) -> None:
     """By all ranks, to the last bit. A start reads each byte of an intact checkpoint once."""
-    damaged = set(FILES) - {MARKER, "__0_0.distcp"}
+    damaged = set(FILES) - {MARKER, "rank-00000.safetensors"}
     cases = [*((name, "flipped in the middle") for name in damaged), (MARKER, "removed")]
     runs = {}
     for name, damage in [*cases, ("", "nothing"), ("", "no step 6")]:
@@ -115,18 +124,20 @@ def test_a_damaged_file_is_named_and_an_older_checkpoint_loaded(
 
 
 def assert_each_byte_was_read_once(of_ranks: list[dict[str, int]], saved: Config) -> None:
+    """But headers, which no rank needs."""
     folder = checkpoint(Path(saved.run_dir), 6)
-    sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
+    index = read_index(Storage(folder))
+    sizes = sum(size - header for size, (header, _) in index.files.values())
     # what FSDP does not shard, each rank reads, and it is in one file
     again = sum(
-        tensor.chunks[0].length
-        for name, tensor in read_tensors(Storage(folder)).items()
-        if len(tensor.chunks) == 1 and not name.startswith("rng.")
+        pieces[0].bytes
+        for name, pieces in index.pieces().items()
+        if len(pieces) == 1 and not name.startswith("rng.")
     )
-    read = sum(counts.get(name, 0) for counts in of_ranks for name in sizes)
-    assert sum(sizes.values()) <= read <= sum(sizes.values()) + again
-    for name in (".metadata", CHUNKS):
-        assert of_ranks[0][name] == (folder / name).stat().st_size
+    read = sum(counts.get(name, 0) for counts in of_ranks for name in index.files)
+    assert sizes <= read <= sizes + again
+    whole = (folder / INDEX).stat().st_size
+    assert of_ranks[0][INDEX] == 2 * whole and INDEX not in of_ranks[1], "selected, then read"
 
 
 def test_damage_to_any_file_is_detected(saved: Config, tmp_path: Path) -> None:
@@ -143,19 +154,14 @@ def test_damage_to_any_file_is_detected(saved: Config, tmp_path: Path) -> None:
     check_all(Storage(folder))
 
 
-def rewritten(name: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
-    """Changes state.json, files.json or .metadata so that no checksum tells."""
+def of_state(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """Changes state.json so that no checksum tells."""
 
     def harm(folder: Path) -> None:
-        module: Any = pickle if name == ".metadata" else json
-        content = module.loads((folder / name).read_bytes())
+        content = json.loads((folder / STATE).read_text())
         change(content)
-        text = module.dumps(content)
-        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-        if name == "files.json":
-            (folder / MARKER).write_text(integrity.checksum((folder / name).read_bytes()))
-        else:
-            reseal(folder)
+        (folder / STATE).write_text(json.dumps(content))
+        reseal(folder)
 
     return harm
 
@@ -168,51 +174,30 @@ def irregular(folder: Path) -> None:
 HEAD = "model.lm_head.weight"
 
 
-def unplaced(metadata: Any) -> None:
-    del metadata.storage_data[next(i for i in metadata.storage_data if i.fqn == HEAD)]
-
-
-def narrow(metadata: Any) -> None:
-    chunk = metadata.state_dict_metadata[HEAD].chunks[0]
-    chunk.sizes = torch.Size([2 * chunk.sizes[0], chunk.sizes[1] // 2])
-
-
 def cut_while_it_is_read(folder: Path) -> None:
     rows = ShardReader.open("RUN", str(folder)).rows(HEAD, 1024)
     next(rows)
-    chunk = read_tensors(Storage(folder))[HEAD].chunks[0]
-    os.truncate(folder / str(chunk.file), chunk.begin + chunk.length // 2)
+    piece = pieces_of(folder, HEAD)[0]
+    os.truncate(folder / piece.file, piece.begin + piece.bytes // 2)
     deque(rows, maxlen=0)
 
 
-def no_tensor(folder: Path) -> None:
-    chunk = read_tensors(Storage(folder))[HEAD].chunks[0]
-    with open(folder / str(chunk.file), "r+b") as file:
-        file.seek(chunk.begin)
-        file.write(bytes(chunk.length))
-    reseal(folder)
-
-
 REASONS: dict[Damage, Callable[[Path], object]] = {
-    Damage.MISSING: lambda folder: (folder / "state.json").unlink(),
+    Damage.MISSING: lambda folder: (folder / STATE).unlink(),
     Damage.IRREGULAR: irregular,
-    Damage.SIZE: lambda folder: cut(folder / "__0_0.distcp"),
+    Damage.SIZE: lambda folder: cut(folder / "rank-00000.safetensors"),
     Damage.CHECKSUM: lambda folder: flip_in(folder, HEAD),
-    Damage.FORM: rewritten("files.json", lambda files: files.update(a=[1])),
-    Damage.UNREADABLE: rewritten(".metadata", lambda metadata: vars(metadata).clear()),
-    Damage.UNLISTED: rewritten("files.json", lambda files: files.pop(".metadata")),
-    Damage.OUTSIDE: rewritten("files.json", lambda files: files.update({"../a": [1, ""]})),
-    Damage.LACKS: rewritten("state.json", lambda state: state.pop("same")),
-    Damage.TYPE: rewritten("state.json", lambda state: state.update(step="6")),
-    Damage.STEP: rewritten("state.json", lambda state: state.update(step=7)),
-    Damage.VALUES: rewritten(
-        ".metadata", lambda metadata: metadata.state_dict_metadata[HEAD].chunks.pop()
-    ),
-    Damage.NO_PLACE: rewritten(".metadata", unplaced),
-    Damage.SHAPES: rewritten(".metadata", narrow),
+    Damage.LACKS: of_state(lambda state: state.pop("same")),
+    Damage.TYPE: of_state(lambda state: state.update(step="6")),
+    Damage.STEP: of_state(lambda state: state.update(step=7)),
+    Damage.VALUES: lambda folder: reseal(folder, without_head),
     Damage.SHORT: cut_while_it_is_read,
-    Damage.RECORD: no_tensor,
 }
+
+
+def without_head(index: dict[str, Any]) -> None:
+    for pieces in index["pieces"].values():
+        pieces[:] = [piece for piece in pieces if piece[0] != HEAD]
 
 
 def test_every_reason_for_an_incomplete_checkpoint_is_tested(saved: Config, tmp_path: Path) -> None:
@@ -222,13 +207,13 @@ def test_every_reason_for_an_incomplete_checkpoint_is_tested(saved: Config, tmp_
         with pytest.raises(DamagedCheckpoint) as found:
             harm(folder)
             check_all(Storage(folder))
-            reader = ShardReader.open("RUN", str(folder))
-            deque(reader.rows(HEAD, 1024), maxlen=0)
+            deque(ShardReader.open("RUN", str(folder)).rows(HEAD, 1024), maxlen=0)
         said = re.sub(r"\\\{.*?\\\}", ".*", re.escape(damage))
+        if damage is Damage.VALUES:  # where only some are read; else every byte has to be known
+            said, header = "has no piece for .*|has a piece of .*", open_header(Storage(folder))
+            with pytest.raises(DamagedCheckpoint, match="has 0 of 2,048 values of a block of"):
+                read(header, {HEAD: torch.empty(header.tensors[HEAD].shape)}, None)
         assert re.fullmatch(said, found.value.reason), (damage, found.value.reason)
-        if damage in (Damage.SHAPES, Damage.RECORD):
-            with pytest.raises(DamagedCheckpoint, match=said):
-                reader.whole(HEAD)
 
 
 @given(data=st.data())
@@ -256,6 +241,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_can_be_restored(
     """A run that takes the older one has the losses of the uninterrupted run, to the last bit."""
     run_dir = copy(saved, tmp_path / "run")
     folder, truth = checkpoint(run_dir, 6), numbers(run_dir)
+    piece = pieces_of(folder, "model.lm_head.weight")[-1]
     file = folder / flip_in(folder, "model.lm_head.weight")
     kept = file.read_bytes()
     short = replace(saved, steps=5)  # so that step 6 is not saved again
@@ -263,7 +249,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_can_be_restored(
     assert numbers(run_dir) == truth[:5]
     assert not (folder / MARKER).exists() and file.read_bytes() == kept
     assert f"{file.name} does not match the checksum" in (folder / DAMAGED_MARKER).read_text()
-    assert flip_in(folder, "model.lm_head.weight") == file.name
+    flip(file, piece.begin + piece.bytes // 2)
     (folder / DAMAGED_MARKER).rename(folder / MARKER)
     one = replace(going_on(saved, run_dir), dp=1)
     [[loaded]] = run_world(load_each, one, tmp_path / "one", [one])
@@ -277,53 +263,34 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_restart_at_step_1(
     config = replace(going_on(saved, run_dir), dp=1)
     kept = (run_dir / "metrics.jsonl").read_bytes()
     flip_in(checkpoint(run_dir, 3), "model.lm_head.weight")
-    cut(checkpoint(run_dir, 6) / "__1_0.distcp")
+    cut(checkpoint(run_dir, 6) / "rank-00001.safetensors")
     for error in train_all(config, config):  # the same the next time, when both are marked
         assert "no complete checkpoint is left" in error and "step-00000003" in error
-        assert "step-00000006" in error and "--repair" in error
+        assert "step-00000006" in error and "rename DAMAGED to COMMITTED" in error
         assert "step 0" not in error  # the run is there: no advice to begin another
     assert (run_dir / "metrics.jsonl").read_bytes() == kept
 
 
 def test_damage_is_detected_when_another_layout_loads(saved: Config, tmp_path: Path) -> None:
-    """Also in what no rank of it loads; and in checkpoints of an older version, which have no
-    checksums of pieces, and a step count of each parameter."""
+    """Also in what no rank of it loads."""
     one = replace(saved, dp=1)
     damaged = ["rng.1.cpu", "optimizer.state.lm_head.weight.exp_avg"]
     runs = [going_on(one, copy(saved, tmp_path / name)) for name in ("intact", *damaged)]
     for name in damaged:
         flip_in(checkpoint(tmp_path / name, 6), name)
-    old, found = run_world(load_old_ones, one, tmp_path / "old", runs)[0]
+    [found] = run_world(load_each, one, tmp_path / "one", runs)
     assert [each.step for each in found] == [6, 3, 3]
     assert found[1].state == found[2].state != found[0].state
-    assert [each.step for each in old] == [6, 3] and not any(each.error for each in old)
-
-
-def load_old_ones(config: Config, worker: Worker, runs: list[Config]) -> Any:
-    """What is loaded of checkpoints of an older version, whole and damaged; and of `runs`."""
-    run, of_run = opened(config, worker)
-    shared = state_dict.share_step
-    state_dict.share_step = lambda tensors, group: tensors
-    for step in (3, 6):
-        of_run.save(Progress(step=step))
-        update(run)
-        reseal(checkpoint(worker.run_dir, step))  # without checksums of pieces
-    state_dict.share_step = shared
-    entries = read_tensors(Storage(checkpoint(worker.run_dir, 6)))
-    own = "optimizer.state.lm_head.weight.step"
-    assert own in entries and state_dict.SHARED_STEP not in entries
-    again = copy(config, worker.run_dir.parent / "old and damaged")
-    flip_in(checkpoint(again, 6), own)
-    old = [load(run, going_on(config, folder), 1) for folder in (worker.run_dir, again)]
-    return old, [load(run, one, 1) for one in runs]
 
 
 def test_sizes_are_checked_by_one_listing() -> None:
     """Also on a URL, where each question is a request."""
     folder = Storage("memory://listing/step-00000001")
-    files = {f"__{rank}_0.distcp": (rank, "") for rank in range(100)}
+    files = {f"rank-{rank:05d}.safetensors": (rank, (0, "")) for rank in range(100)}
     for name, (size, _) in files.items():
         folder.write(name, bytes(size))
+    folder.write(STATE, b"{}")
+    index = Index((2, ""), {}, files, b"")
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ls", "info", "exists"):
@@ -334,86 +301,126 @@ def test_sizes_are_checked_by_one_listing() -> None:
                 return of(self, *args, **options)
 
             patch.setattr(MemoryFileSystem, name, counted)
-        integrity.check_sizes(folder, files)
+        integrity.check_sizes(folder, index)
     assert asked == ["ls"]
-    for change in ({"__7_0.distcp": (8, "")}, {"absent": (0, "")}):
-        with pytest.raises(DamagedCheckpoint, match=next(iter(change))):
-            integrity.check_sizes(folder, files | change)
+    for name in ("rank-00007.safetensors", "absent"):
+        with pytest.raises(DamagedCheckpoint, match=name):
+            integrity.check_sizes(folder, replace(index, files=files | {name: (8, (0, ""))}))
 
 
 # --- checkpoints that somebody planted ------------------------------------------------------------
 
 
-class Runs:
-    """Its pickle calls a function when it is loaded."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self.call
+def with_tensor(name: str, *entry: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda index: index["tensors"].update({name: [*entry]})
 
 
-def plant(folder: Path, trace: Path, way: str) -> None:
-    """Harm a checkpoint so that its code would create the file `trace`."""
-    code, file = Runs(exec, f"open({str(trace)!r}, 'w').close()"), folder / ".metadata"
-    metadata: Any = pickle.loads(file.read_bytes())
-    # of a parameter that every rank loads
-    index = next(i for i in metadata.storage_data if i.fqn == "model.model.norm.weight")
-    info = metadata.storage_data[index]
-    path = folder / info.relative_path
-    if way == "a command":
-        metadata = Runs(os.system, f"touch '{trace}'")
-    elif way == "deep inside":
-        metadata.planner_data = {"model.model.norm.weight": Runs(list, [code])}
-    elif way == "a file elsewhere":
-        metadata.storage_data[index] = replace(info, relative_path="../../outside")
-    else:
-        stream = io.BytesIO()
-        torch.save(code, stream)
-        data = stream.getvalue() if way == "a tensor's pickle" else pickle.dumps(code)
-        place = {"offset": path.stat().st_size, "length": len(data)}
-        path.write_bytes(path.read_bytes() + data)
-        metadata.storage_data[index] = replace(info, **place)
-        if way == "no tensor":  # DCP loads such an entry with pickle
-            metadata.storage_data[MetadataIndex(index.fqn)] = metadata.storage_data[index]
-            metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
-    file.write_bytes(pickle.dumps(metadata))
+def with_piece(place: int, value: Any) -> Callable[[dict[str, Any]], object]:
+    """Changes an entry of the first rank's first piece."""
+
+    def change(index: dict[str, Any]) -> None:
+        index["pieces"]["rank-00000.safetensors"][0][place] = value
+
+    return change
 
 
-SAYS = {
-    "a command": "asks for posix.system",
-    "deep inside": "asks for builtins.exec",
-    "no tensor": "it has no tensor model.model.norm.weight",
-    "a tensor's pickle": "has no tensor at byte",
-    "a file elsewhere": "names a file outside the folder, '../../outside'",
+def renamed(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda index: index["files"].update({name: index["files"].pop("rank-00000.safetensors")})
+
+
+PLANTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a file elsewhere": (renamed("../../outside"), "names a file that is none of a checkpoint"),
+    "an absolute file": (renamed("/etc/passwd"), "names a file that is none of a checkpoint"),
+    "a name with escapes": (with_tensor("model.\x1b[2J", "F32", [0]), "has a tensor named 'model."),
+    "a long name": (with_tensor("x" * 5000, "F32", [0]), "has a tensor named 'xxx"),
+    "an odd dtype": (with_tensor("model.x", "float64_evil", [0]), "which is none of safetensors"),
+    "a large shape": (with_tensor("model.x", "F32", [10**8, 10**7]), "of another size than its"),
+    "a larger shape": (with_tensor("model.x", "F32", [10**400]), "has no shape of model.x"),
+    "a negative shape": (with_tensor("model.x", "F32", [-1, 0]), "has no shape of model.x"),
+    "a shape of texts": (with_tensor("model.x", "F32", ["a"]), "has no shape of model.x"),
+    "dimensions": (with_tensor("model.x", "F32", [1] * 300_000), "has no shape of model.x"),
+    "no dtype": (with_tensor("model.x", 1, 2), "does not describe model.x"),
+    "another tensor": (with_piece(0, "model.x"), "that cannot be in rank-00000"),
+    "a place before": (with_piece(1, -5), "that cannot be in rank-00000"),
+    "a place behind": (with_piece(1, 10**12), "in bytes of rank-00000.safetensors that are not"),
+    "offsets": (with_piece(2, [10**9, 0]), "that cannot be in rank-00000"),
+    "no offsets": (with_piece(2, None), "that cannot be in rank-00000"),
+    "sizes": (with_piece(3, [1]), "that cannot be in rank-00000"),
+    "checksums": (with_piece(4, "00"), "has not all checksums of a piece"),
+    "300,000 pieces": (
+        lambda index: index["pieces"]["rank-00000.safetensors"].extend(
+            index["pieces"]["rank-00000.safetensors"][:1] * 300_000
+        ),
+        "that are not its own",
+    ),
+    "300,000 files": (
+        lambda index: index["files"].update(
+            {f"rank-{n:06d}.safetensors": [0, [0, ""]] for n in range(300_000)}
+        ),
+        "is missing",
+    ),
+    "deep": (lambda index: index["files"].update(a=json.loads("[" * 900 + "]" * 900)), "none of a"),
 }
 
 
-def test_a_damaged_checkpoint_given_by_path_is_refused_and_runs_no_code(
-    saved: Config, tmp_path: Path
+LARGE = [case for case in PLANTED if case.startswith("300,000")]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [[*(PLANTED.keys() - {*LARGE})], *(pytest.param([n], marks=pytest.mark.slow) for n in LARGE)],
+)
+def test_a_planted_index_is_one_line_of_damage(
+    cases: list[str], saved: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Damaged; or planted, with checksums that are right, for whoever plants it can compute them,
-    too. It is another run's, and left as it is."""
-    trace, one = tmp_path / "trace", replace(saved, dp=1)
+    """With checksums that are right, for whoever plants it can compute them, too."""
+    for case in cases:
+        change, says = PLANTED[case]
+        folder = checkpoint(copy(saved, tmp_path / case), 6)
+        reseal(folder, change)
+        with (folder / "rank-99999.safetensors").open("wb") as sparse:  # the index may be as large
+            sparse.truncate(2**30)
+        begin = time.process_time()
+        for command in (["verify"], ["show"], ["list"], ["digest", str(folder)], ["consolidate"]):
+            words = [*command, str(folder), *[str(tmp_path / "x")] * (command == ["consolidate"])]
+            code = main(words)
+            out, err = capsys.readouterr()
+            assert code in (0, 1) and "\x1b" not in out + err, (case, words)
+            assert err.count("\n") <= 1
+            if command == ["verify"]:
+                assert code == 1 and says in out, (case, out)
+        assert time.process_time() < begin + 40, case
+        shutil.rmtree(folder)
+
+
+def test_a_sparse_file_is_not_read_whole(
+    saved: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (MARKER, INDEX, STATE):
+        folder = checkpoint(copy(saved, tmp_path / name), 6)
+        os.truncate(folder / name, 40 * 2**30)
+        assert main(["verify", str(folder)]) == 1
+        assert f"{name} has " in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_given_by_path_is_refused(saved: Config, tmp_path: Path) -> None:
+    """It is another run's, and left as it is."""
+    one = replace(saved, dp=1)
     expected: list[tuple[str, Path, Config]] = []
     damaged = {name: name for name in FILES if name != MARKER}
-    for case, says in {**damaged, **SAYS, "model.model.norm.weight": UNEQUAL}.items():
+    planted = {case: says for case, (_, says) in [*PLANTED.items()][:3]}
+    for case, says in {**damaged, **planted, "model.model.norm.weight": UNEQUAL}.items():
         folder = checkpoint(copy(saved, tmp_path / case), 6)
-        if case in SAYS:
-            plant(folder, trace, case)
-            reseal(folder)
-            check_all(Storage(folder))
+        if case in planted:
+            reseal(folder, PLANTED[case][0])
         elif case in damaged:
             DAMAGES["flipped in the middle"](folder / case)
         else:
             flip_in(folder, case)
         for key in ("resume", "start_from")[: 2 - (case in damaged)]:
             new = going_on(one, tmp_path / "new" / f"{key} {case}", **{key: str(folder)})
-            absent = (key, case) == ("start_from", "no tensor")  # it is not among the tensors
-            expected.append(("model.norm.weight" if absent else says, folder, new))
+            expected.append((says, folder, new))
     found = run_world(load_each, one, tmp_path / "ranks", [config for *_, config in expected])[0]
     for (says, folder, config), loaded in zip(expected, found, strict=True):
         assert says in loaded.error and str(folder) in loaded.error, (config.run_dir, loaded)
         assert (folder / MARKER).exists() and not (folder / DAMAGED_MARKER).exists(), folder
-    assert not trace.exists()

@@ -24,9 +24,9 @@ from support.families import deepseek, gpt_oss
 from support.hf_tiny import folder_of, model_of
 from support.saved_runs import a_run, checkpoint, train_all
 from titanlike.checkpoint.hf_export import export, main
-from titanlike.checkpoint.integrity import MODEL, DamagedCheckpoint, read_tensors
+from titanlike.checkpoint.integrity import MODEL, open_header
 from titanlike.checkpoint.reader import ShardReader
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.storage import DamagedCheckpoint, Storage
 from titanlike.config.schema import Config, Model
 from titanlike.data.tokenizer import ByteTokenizer
 from titanlike.driver.checks import _export_problem, problems
@@ -118,10 +118,11 @@ def test_export_detects_damage_and_leaves_no_folder(
 ) -> None:
     shutil.copytree(llama.run_dir, tmp_path / "run")
     folder = checkpoint(tmp_path / "run", 1)
-    chunk = read_tensors(Storage(folder))["model.model.embed_tokens.weight"].chunks[-1]
-    file = folder / chunk.file
+    name = "model.model.embed_tokens.weight"
+    piece = open_header(Storage(folder)).pieces([name])[name][-1]
+    file = folder / piece.file
     data = bytearray(file.read_bytes())
-    data[chunk.begin + chunk.length // 2] ^= 1
+    data[piece.begin + piece.bytes // 2] ^= 1
     file.write_bytes(bytes(data))
     assert main([str(file.parent), str(tmp_path / "out")]) == 2
     assert "damaged" in capsys.readouterr().err

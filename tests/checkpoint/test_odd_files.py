@@ -24,8 +24,9 @@ from support.saved_state import load_each
 from support.world import run_world
 from titanlike.checkpoint.commands import main
 from titanlike.checkpoint.discovery import newest_complete, select_resume
-from titanlike.checkpoint.integrity import checksum, read_state
-from titanlike.checkpoint.storage import MARKER, DamagedCheckpoint, Storage
+from titanlike.checkpoint.format import checksum
+from titanlike.checkpoint.integrity import read_state
+from titanlike.checkpoint.storage import INDEX, MARKER, DamagedCheckpoint, Storage
 from titanlike.config.schema import Config
 from titanlike.driver import sweep_table as report
 from titanlike.driver.job import SWEEP_FILE
@@ -70,7 +71,7 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
     "loop": lambda path: path.symlink_to(path.name),
     "dangling": lambda path: path.symlink_to("nowhere"),
 }
-FILES = ["state.json", "files.json", MARKER, ".metadata", "__0_0.distcp"]
+FILES = ["state.json", INDEX, MARKER, "rank-00000.safetensors"]
 
 
 def test_only_regular_files_are_opened(
@@ -98,12 +99,12 @@ def test_a_garbled_checkpoint_is_marked_or_deleted_and_the_run_resumes(
     saved: Config, tmp_path: Path
 ) -> None:
     runs = []
-    cases = [("state.json", "FIFO"), (MARKER, "FIFO"), (MARKER, "folder"), (".metadata", "zeros")]
+    cases = [("state.json", "FIFO"), (MARKER, "FIFO"), (MARKER, "folder"), (INDEX, "zeros")]
     for name, kind in cases:
         folder = shutil.copytree(saved.run_dir, tmp_path / f"{name} {kind}")
         odd_file(checkpoint(folder, 6) / name, kind)
         if kind in ODD:
-            reseal(checkpoint(folder, 6))
+            (checkpoint(folder, 6) / MARKER).write_text(checksum(ODD[kind]))
         runs.append(replace(saved, run_dir=str(folder)))
     for loaded in run_world(load_each, saved, tmp_path / "ranks", runs)[0]:
         assert (loaded.step, loaded.error) == (3, "")
@@ -139,7 +140,7 @@ def odd_file(path: Path, odd: str) -> None:
 STEPS = ["2", "-3", "7", "1e30", "6.0", "1" + "0" * 30, '"6"', "true", "NaN", "null", "[6]", "{}"]
 
 
-@pytest.mark.parametrize("name", ["state.json", "files.json", ".metadata"])
+@pytest.mark.parametrize("name", ["state.json", INDEX])
 def test_invalid_contents_with_valid_checksums_are_damage(
     run: Config, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,17 +150,20 @@ def test_invalid_contents_with_valid_checksums_are_damage(
     if name == "state.json":
         whole = (path / name).read_bytes()
         contents += [whole.replace(b'"step": 6,', f'"step": {x},'.encode(), 1) for x in STEPS]
+        deep, digits = b"[" * 900 + b"]" * 900, b"9" * 401
+        contents += [
+            whole.replace(b'"val_loss": null', b'"val_loss": ' + x) for x in (deep, digits)
+        ]
     for content in contents:
         (path / name).write_bytes(content)
-        if name == "files.json":
+        if name == INDEX:
             (path / MARKER).write_text(checksum(content))
         else:
             reseal(path)
         assert main(["verify", str(path)]) == 1, content[:50]
         assert name in capsys.readouterr().out
-        if name != ".metadata":  # which a start reads with the tensors
-            [damage] = newest_complete(Storage(path.parent)).damaged
-            assert damage.file == name and len(str(damage)) < 400
+        [damage] = newest_complete(Storage(path.parent)).damaged
+        assert damage.file == name and len(str(damage)) < 400
 
 
 json_values = st.recursive(
@@ -177,7 +181,7 @@ def test_any_value_in_the_saved_state_is_loaded_or_reported_as_damage(
     saved: Config, capsys: pytest.CaptureFixture[str], data: st.DataObject
 ) -> None:
     path = checkpoint(Path(saved.run_dir), 6)
-    kept = {name: (path / name).read_bytes() for name in ("state.json", "files.json", MARKER)}
+    kept = {name: (path / name).read_bytes() for name in ("state.json", INDEX, MARKER)}
     try:
         state = json.loads(kept["state.json"])
         keys = [(key,) for key in state]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,29 +13,32 @@ import pytest
 import torch
 
 from titanlike.checkpoint import storage
-from titanlike.checkpoint.integrity import CheckpointHeader, Chunk, DamagedCheckpoint, SavedTensor
+from titanlike.checkpoint.format import WORDS, SavedTensor
+from titanlike.checkpoint.integrity import CheckpointHeader, commit, open_header
 from titanlike.checkpoint.reader import ShardReader, read
-from titanlike.checkpoint.staging import write_tensors
-from titanlike.checkpoint.storage import Storage
-from titanlike.torch_private.distributed_checkpoint import Blocks
+from titanlike.checkpoint.staging import write_pieces
+from titanlike.checkpoint.storage import DamagedCheckpoint, Storage
+from titanlike.checkpoint.writer import _keys, assign, prepare_save, write_checkpoint
+from titanlike.distributed.placement import Blocks
 
 ROWS, COLUMNS = 768, 1000
 VALUES = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
-FILE = "__0_0.distcp"
 
 
 @pytest.fixture
 def header(tmp_path: Path) -> CheckpointHeader:
     """A tensor of 3 MB that two ranks have written, each its rows."""
-    folder, halves = Storage(tmp_path), VALUES.chunk(2)
-    file = write_tensors(folder, FILE, halves)
-    begins = [0, file.ends[0]]
-    chunks = [
-        Chunk((first, 0), (ROWS // 2, COLUMNS), FILE, begin, end - begin)
-        for first, begin, end in zip((0, ROWS // 2), begins, file.ends, strict=True)
-    ]
-    tensors = {"w": SavedTensor("w", "float32", (ROWS, COLUMNS), chunks)}
-    return CheckpointHeader(folder, {}, tensors, {FILE: (file.ends, file.sums)})
+    folder, saved = (
+        Storage(tmp_path / "step-00000001"),
+        SavedTensor("w", "float32", (ROWS, COLUMNS)),
+    )
+    folder.make()
+    files = []
+    for rank, half in enumerate(VALUES.chunk(2)):
+        files += write_pieces(folder, rank, [(saved, (rank * ROWS // 2, 0), half)])
+    state = {"step": 1, "progress": {}, "val_loss": None, "same": {}, "sequences": 1}
+    commit(folder, files, state)
+    return open_header(folder)
 
 
 def own_memory(header: CheckpointHeader, target: Blocks) -> float:
@@ -63,8 +68,8 @@ def own_memory(header: CheckpointHeader, target: Blocks) -> float:
 @pytest.mark.parametrize(
     ("rows", "columns", "dtype", "share"),
     [
-        (slice(0, ROWS), slice(0, COLUMNS), torch.float32, 0.99),
-        (slice(100, 500), slice(0, COLUMNS), torch.float32, 0.52),
+        (slice(0, ROWS), slice(0, COLUMNS), torch.float32, 1.0),
+        (slice(100, 650), slice(0, COLUMNS), torch.float32, 0.5),
         (slice(0, ROWS), slice(250, 750), torch.float32, 0.0),
         (slice(0, ROWS), slice(0, COLUMNS), torch.bfloat16, 0.0),
     ],
@@ -76,31 +81,43 @@ def test_a_contiguous_shard_is_read_directly_into_its_tensor(
     """In one pass over the bytes, whose checksum is computed on the way."""
     wanted = VALUES[rows, columns].to(dtype)
     held = torch.full_like(wanted, -1)
-    block = {torch.Size([rows.start, columns.start]): held}
+    block = {(rows.start, columns.start): held}
     assert own_memory(header, Blocks(held, VALUES.shape, block)) == pytest.approx(share, abs=0.01)
     assert torch.equal(held, wanted)
 
 
+def test_a_shard_reads_the_parts_that_it_needs(header: CheckpointHeader) -> None:
+    """Of about a MiB each, with a checksum of their own."""
+    counts = []
+    original = storage.Storage.reader
+
+    @contextlib.contextmanager
+    def counted(self: Storage, name: str) -> Iterator[Any]:
+        with original(self, name) as read_into:
+
+            def read_some(begin: int, buffer: Any) -> int:
+                counts.append(len(buffer))
+                return read_into(begin, buffer)
+
+            yield read_some
+
+    held = torch.zeros(50, COLUMNS)
+    with mock.patch.object(storage.Storage, "reader", counted):
+        read(header, {"w": Blocks(held, VALUES.shape, {(400, 0): held})}, None)
+    assert torch.equal(held, VALUES[400:450])
+    assert sum(counts) == 262 * 4 * COLUMNS, "of 1.5 MB, one MiB in rows"
+
+
 def test_damage_in_any_byte_of_a_large_tensor_is_detected(header: CheckpointHeader) -> None:
-    """In the record's own bytes, and in the first and last values; and where the file ends early."""
-    path, chunk = Path(str(header.folder)) / FILE, header.tensors["w"].chunks[1]
-    whole = path.read_bytes()
-    end = chunk.begin + chunk.length
-    values = whole.index(VALUES[ROWS // 2].numpy().tobytes())
-    last = values + 4 * VALUES.numel() // 2
-    places = [
-        chunk.begin,
-        chunk.begin + 70,
-        values - 1,
-        values,
-        (values + end) // 2,
-        last - 1,
-        last,
-    ]
-    for place in (*places, end - 30, end - 1, None):
+    """In the first and last values, and where the file ends early."""
+    piece = header.pieces()["w"][1]
+    path = Path(str(header.folder)) / piece.file
+    whole, end = path.read_bytes(), piece.begin + piece.bytes
+    assert end == len(whole)
+    for place in (piece.begin, piece.begin + 2**20, (piece.begin + end) // 2, end - 1, None):
         damaged = bytearray(whole)
         if place is None:
-            damaged = damaged[: (values + end) // 2]
+            damaged = damaged[: end - 1000]
         else:
             damaged[place] ^= 64
         path.write_bytes(damaged)
@@ -109,3 +126,54 @@ def test_damage_in_any_byte_of_a_large_tensor_is_detected(header: CheckpointHead
             read(header, {"w": torch.zeros_like(VALUES)}, None)
         with pytest.raises(DamagedCheckpoint, match=says):
             deque(ShardReader(header).rows("w", 2**16), maxlen=0)
+
+
+DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
+NONE_OF_SAFETENSORS = (
+    "complex128 complex32 float4 float8_e8m0fnu bits bcomplex qint quint int1 int2 "
+)
+NONE_OF_SAFETENSORS += "int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7"
+
+
+def test_every_dtype_is_saved_and_loaded_or_refused(tmp_path: Path) -> None:
+    """Scalars, too, and tensors without elements."""
+    tensors, refused = dict[str, Any](), set()
+    for dtype in {*DTYPES}:
+        name = str(dtype).removeprefix("torch.")
+        if name not in WORDS:
+            refused.add(name)
+            with pytest.raises(ValueError, match=f"a is of {name}, which safetensors cannot hold"):
+                prepare_save({"a": torch.empty(0, dtype=dtype)})
+            continue
+        values = torch.arange(6).to(dtype)
+        tensors |= {
+            name: values.view(2, 3),
+            f"{name}.scalar": values[1],
+            f"{name}.none": values[:0],
+        }
+    odd = NONE_OF_SAFETENSORS.split()
+    assert all(any(name.startswith(one) for one in odd) for name in refused), refused
+    folder = Storage(tmp_path / "step-00000001")
+    state = {"step": 1, "progress": {}, "val_loss": None, "same": {}, "sequences": 1}
+    write_checkpoint(folder, state, prepare_save(tensors), None)
+    reader = ShardReader(open_header(folder))
+    for name, tensor in tensors.items():
+        found = reader.whole(name)
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
+        assert found.view(-1).tolist() == tensor.reshape(-1).tolist(), name
+
+
+def test_pieces_of_several_ranks_are_spread(tmp_path: Path) -> None:
+    """Each once; in little time and without the others' names for thousands of pieces."""
+    shared = {("a", (n, 0)): torch.zeros(n % 7 + 1) for n in range(100)}
+    of_ranks = [{(f"own {rank}", (0,)): torch.zeros(rank), **shared} for rank in range(8)]
+    writes = assign([_keys(blocks) for blocks in of_ranks])
+    written = [
+        (place, block.nbytes, rank)
+        for rank, blocks in enumerate(of_ranks)
+        for (place, block), mine in zip(blocks.items(), writes[rank], strict=True)
+        if mine
+    ]
+    assert len(written) == len({place for place, *_ in written}) == 108
+    loads = [sum(size for _, size, rank in written if rank == one) for one in range(8)]
+    assert max(loads) - min(loads) <= 28

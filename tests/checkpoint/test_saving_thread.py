@@ -21,7 +21,7 @@ from titanlike.config.schema import Checkpoint
 GPU = torch.device("cuda", 3)
 
 
-@pytest.mark.parametrize("mode", ["async", "async_pinned", "async_process"])
+@pytest.mark.parametrize("mode", ["async", "async_pinned"])
 def test_the_saving_thread_sets_its_device_before_it_waits(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

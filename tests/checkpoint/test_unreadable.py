@@ -27,7 +27,7 @@ from titanlike.driver import checks as check
 from titanlike.launch.worker import Worker
 
 Fault = tuple[int, str, int, int]  # rank, part of a path, errno, how many times
-TENSORS = "step-00000006/__0_0.distcp"
+TENSORS = "step-00000006/rank-00000.safetensors"
 saved, run = saved_runs.saved, saved_runs.run
 
 
@@ -71,7 +71,7 @@ def test_a_transient_read_error_is_retried_and_a_lasting_one_marks_no_damage(
         "passes": (0, TENSORS, errno.EIO, 3),
         "Input/output error": (0, TENSORS, errno.EIO, many),
         "Stale file handle": (0, "step-00000006/state.json", errno.ESTALE, many),
-        "Too many open files": (0, "step-00000006/.metadata", errno.EMFILE, many),
+        "Too many open files": (0, "step-00000006/index.json", errno.EMFILE, many),
         "Permission denied": (0, TENSORS, errno.EACCES, many),
     }
     runs = {}
@@ -131,8 +131,7 @@ def test_an_unreachable_server_marks_no_damage(monkeypatch: pytest.MonkeyPatch) 
     """Errors of a URL's file system have types of their own."""
     folder = Storage("memory://runs/step-00000001")
     state = {"step": 1, "progress": {}, "val_loss": None, "same": {}, "sequences": 1}
-    folder.write(".metadata", b"")
-    integrity.commit(folder, {".metadata": (0, integrity.checksum(b""))}, state)
+    integrity.commit(folder, [], state)
     original = MemoryFileSystem._open
     errors: list[Exception] = [TimeoutError("no answer"), RuntimeError("503: slow down")]
 
@@ -146,7 +145,7 @@ def test_an_unreachable_server_marks_no_damage(monkeypatch: pytest.MonkeyPatch) 
     integrity.check_all(folder)
     assert not errors
     errors += [RuntimeError("503: slow down")] * 3
-    with pytest.raises(UnreadableFile, match=r"files.json cannot be read now: .*503: slow down"):
+    with pytest.raises(UnreadableFile, match=r"COMMITTED cannot be read now: .*503: slow down"):
         integrity.check_all(folder)
 
 
@@ -162,31 +161,31 @@ def test_list_and_verify_say_unreadable_and_not_damaged(
     assert "damaged" not in out
 
 
-def test_a_damage_mark_is_removed_once_all_bytes_verify(
+def test_a_damage_mark_is_lifted_by_renaming_it_once_all_bytes_verify(
     run: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(run.run_dir)
     path = checkpoint(folder, 6)
     integrity.mark_damaged(Storage(path), "it could not be read")
     assert main(["list", run.run_dir]) == 0
-    command = f"checkpoint verify {path} --repair"
-    assert command in " ".join(capsys.readouterr().out.split())
+    how = f"checkpoint verify {path}; if its bytes are right, rename DAMAGED to COMMITTED"
+    assert how in " ".join(capsys.readouterr().out.split())
     [[loaded]] = run_world(load_each, run, tmp_path / "ranks", [run])
     assert loaded.step == 3
     [event] = events(folder, "passed_over")
-    assert event["step"] == 6 and command.partition(" ")[2] in event["text"]
-    assert main(["verify", run.run_dir]) == 1, "without --repair nothing changes"
-    for name in ("__0_0.distcp", "state.json", "files.json", ".metadata"):
+    assert event["step"] == 6 and how.partition(" ")[2] in event["text"]
+    for name in ("rank-00000.safetensors", "state.json", "index.json"):
         whole = bytearray((path / name).read_bytes())
         whole[len(whole) // 2] ^= 1
         (path / name).write_bytes(whole)
         capsys.readouterr()
-        assert main(["verify", str(path), "--repair"]) == 1
-        assert name in capsys.readouterr().out
-        assert (path / DAMAGED_MARKER).exists() and not (path / MARKER).exists()
+        assert main(["verify", str(path)]) == 1
+        out = capsys.readouterr().out
+        assert name in out and "are right" not in out
         whole[len(whole) // 2] ^= 1
         (path / name).write_bytes(whole)
-    assert main(["verify", run.run_dir, "--repair"]) == 0
-    assert "it was marked as damaged" in capsys.readouterr().out
-    assert (path / MARKER).exists() and not (path / DAMAGED_MARKER).exists()
+    assert main(["verify", run.run_dir]) == 1
+    assert "its bytes are right: rename DAMAGED to COMMITTED" in capsys.readouterr().out
+    (path / DAMAGED_MARKER).rename(path / MARKER)
+    assert main(["verify", run.run_dir]) == 0
     integrity.check_all(Storage(path))

@@ -51,15 +51,12 @@ class Touches:
 def forged(saved: Config, tmp_path: Path) -> Callable[..., Path]:
     """A checkpoint whose state.json names another model, sealed like a true one."""
 
-    def forge(model: dict[str, Any] | None, **config: Any) -> Path:
+    def forge(model: dict[str, Any], **config: Any) -> Path:
         folder = tmp_path / "checkpoints" / "step-00000006"
         shutil.copytree(checkpoint(Path(saved.run_dir), 6), folder)
         state = json.loads((folder / STATE).read_text())
-        if model is None:
-            del state["model"]
-        else:
-            own = model["name"].startswith("theirs")
-            state["model"] = state["model"] | model if own else model
+        own = model["name"].startswith("theirs")
+        state["model"] = state["model"] | model if own else model
         state["config"]["model"] |= config
         (folder / STATE).write_text(json.dumps(state))
         reseal(folder)
@@ -120,15 +117,12 @@ def test_objects_that_a_library_builds_for_a_key_are_accepted() -> None:
     assert custom.import_callable("optimizer", Custom("torch.optim.Adagrad"))
 
 
-@pytest.mark.parametrize("earlier", [False, True])
 def test_a_custom_model_is_imported_only_with_consent(
     forged: Callable[..., Path],
-    earlier: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """earlier: by a checkpoint of a version that wrote the config alone."""
     (tmp_path / "theirs.py").write_text(
         f"import torch\nopen({str(tmp_path / 'ran')!r}, 'w')\n"
         "from titanlike.models.llama import Llama\n"
@@ -136,7 +130,7 @@ def test_a_custom_model_is_imported_only_with_consent(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "theirs", raising=False)
-    folder = forged(None if earlier else {"name": "theirs.Model"}, name="theirs.Model")
+    folder = forged({"name": "theirs.Model"}, name="theirs.Model")
     with pytest.raises(ValueError, match="imports theirs.Model .model.name"):
         load_model(str(folder), *CPU)
     assert evaluate([str(folder), "--tasks", "none"]) == 2

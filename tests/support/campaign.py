@@ -49,18 +49,18 @@ WORDS = (
     f"checkpoint.keep={KEEP} run_dir=run"
 ).split()
 LAYOUTS = {"one": (1, 1), "pp2": (2, 1), "dp2": (1, 2), "pp2 dp2": (2, 2)}
-MODES = ("sync", "async", "async_pinned", "async_process")
+MODES = ("sync", "async", "async_pinned")
 COMPARED = ("loss", "grad_norm", "lr", "tokens")
 LIMIT = 120.0  # seconds that anything may take
 STEP = r"checkpoints/step-\d+"
 PLACES = {  # just before which audit event of rank 0; whether the folder counts by then
-    "in a save": ("open", rf"{STEP}/.*\.distcp$", None),
-    "before the manifest": ("os.rename", rf"{STEP}/files\.json$", None),
+    "in a save": ("open", rf"{STEP}/.*\.safetensors$", None),
+    "before the index": ("os.rename", rf"{STEP}/index\.json$", None),
     "before the commit": ("os.rename", rf"{STEP}/COMMITTED$", None),
     "after the commit": ("open", rf"{STEP}$", True),
     "before a removal": ("os.remove", rf"{STEP}/COMMITTED$", None),
     "marker removed": ("shutil.rmtree", rf"{STEP}$", False),
-    "half removed": ("os.remove", r"^(state\.json|.*\.distcp)$", None),
+    "half removed": ("os.remove", r"^(state\.json|.*\.safetensors)$", None),
     "metrics cut back": ("os.rename", r"/metrics\.jsonl$", None),
     "at start-up": ("open", r"/metrics\.jsonl$", None),
     "in training": ("", "", None),
@@ -150,7 +150,7 @@ class KilledRun:
         assert self.checkpoints.names() == kept
         for name in kept:
             check_all(self.checkpoints.at(name))
-        strays = [path for path in self.run_dir.rglob(".*") if path.name != ".metadata"]
+        strays = [*self.run_dir.rglob(".*")]
         assert not strays, strays
 
 

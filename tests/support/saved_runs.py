@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from support.models import tiny
 from support.runs import train_one
 from support.world import run_world
 from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.integrity import checksum
-from titanlike.checkpoint.storage import CHUNKS, MANIFEST, MARKER, Storage
+from titanlike.checkpoint.format import checksum
+from titanlike.checkpoint.integrity import MODEL
+from titanlike.checkpoint.storage import INDEX, MARKER, STATE, Storage
+from titanlike.checkpoint.writer import prepare_save, write_checkpoint
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
@@ -93,25 +95,30 @@ def checkpoint(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
-def reseal(folder: Path) -> None:
-    """Make manifest and marker fit the files that are there, as whoever plants one would."""
-    files = {}
-    (folder / CHUNKS).unlink(missing_ok=True)  # as an older version did not write it
-    for path in sorted(folder.iterdir()):
-        if path.name not in (MANIFEST, MARKER):
-            data = path.read_bytes()
-            files[path.name] = (len(data), checksum(data))
-    text = json.dumps(files).encode()
-    (folder / MANIFEST).write_bytes(text)
-    Storage(folder).write(MARKER, checksum(text).encode())
+def reseal(folder: Path, change: Callable[[dict[str, Any]], object] = lambda _: None) -> None:
+    """Make index and marker fit state.json, after a change of the index, as whoever plants one
+    would."""
+    text, state = (folder / INDEX).read_text(), (folder / STATE).read_bytes()
+    content = json.loads(text)
+    content["state.json"] = [len(state), checksum(state)]
+    change(content)
+    pieces = content.pop("pieces")
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(of)}" for name, of in pieces.items())
+    head = json.dumps(content).removesuffix("}")
+    data = f'{head},\n"pieces": {{\n{lines}\n}}\n}}\n'.encode()
+    (folder / INDEX).write_bytes(data)
+    Storage(folder).write(MARKER, checksum(data).encode())
 
 
 def edited(source: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """A checkpoint with the model of `source` after a change, as another program's file of it."""
-    file = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"
+    """A checkpoint with the model of `source` after a change."""
+    number = len(list(tmp_path.iterdir()))
+    file, folder = tmp_path / f"{number}.safetensors", tmp_path / f"{number}" / "model-00000000"
     assert main(["consolidate", str(source), str(file)]) == 0
     tensors = load_file(file)
     change(tensors)
-    save_file(tensors, file)
-    assert main(["restore", str(file), str(file.with_suffix(""))]) == 0
-    return file.with_suffix("") / "model-00000000"
+    save = prepare_save({MODEL + name: tensor for name, tensor in tensors.items()})
+    state = {"step": 0, "progress": {}, "val_loss": None, "same": {}, "sequences": 0}
+    folder.parent.mkdir()
+    write_checkpoint(Storage(folder), state, save, None)
+    return folder

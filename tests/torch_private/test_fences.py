@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import gc
-import io
 import math
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,8 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -39,7 +36,7 @@ from titanlike.config.schema import Config, Fsdp, Launch
 from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.worker import Worker
 from titanlike.proof.verify import verify
-from titanlike.torch_private import distributed_checkpoint, pipeline_stage, tensors
+from titanlike.torch_private import pipeline_stage, tensors
 from titanlike.torch_private.accelerator import use_expandable_segments
 from titanlike.torch_private.autograd import running_node, sequence_number
 from titanlike.torch_private.compiler import as_if_compiling, is_graph_break
@@ -477,47 +474,6 @@ def test_nccl_has_one_communicator_for_all_messages() -> None:
     assert pipeline_backend("gloo") is None
     dist.Backend._ensure_backend_registered("nccl")
     assert dist.Backend._plugins["NCCL"].creator_fn.__name__ == "_create_nccl2_process_group"
-
-
-def test_the_place_of_a_chunk_is_still_private() -> None:
-    """If torch has a public name for it, `describe_files` can use that."""
-    from torch.distributed.checkpoint import filesystem
-
-    place = MetadataIndex("a"), "file", 4, 8
-    described = distributed_checkpoint.describe_files(Metadata({}), [place])
-    assert type(described.storage_data[place[0]]).__name__ == "_StorageInfo"
-    assert not hasattr(filesystem, "StorageInfo")
-
-
-def test_a_record_says_where_its_values_begin() -> None:
-    """`describe_record` relies on an attribute whose name begins with an underscore."""
-    saved, record = torch.arange(6, dtype=torch.int16).view(3, 2), io.BytesIO()
-    torch.save(saved, record)
-    record.seek(0)
-    tensor, begin = distributed_checkpoint.describe_record(record)
-    assert (tensor.shape, tensor.dtype, tensor.is_meta) == (saved.shape, saved.dtype, True)
-    assert record.getvalue()[begin : begin + saved.nbytes] == saved.numpy().tobytes()
-
-
-@pytest.mark.skipif(
-    hasattr(torch.distributed.checkpoint, "CheckpointableTensor"),
-    reason="this torch has a public way",
-)
-def test_blocks_of_a_tensor_have_no_public_way_in_all_versions() -> None:
-    """2.15 asks a tensor itself where it is; before, it is saved as if it were the whole."""
-
-    class Located(Tensor):
-        global_shape = torch.Size((6, 2))
-        global_offsets = ((1, 0), (4, 0))
-        local_offsets = ((0, 0), (1, 0))
-        local_sizes = ((1, 2), (1, 2))
-
-    rows = torch.ones(2, 2)
-    held = {torch.Size((1, 0)): rows[:1], torch.Size((4, 0)): rows[1:]}
-    blocks = distributed_checkpoint.Blocks(rows, torch.Size((6, 2)), held)
-    for tensor, size, count in ((rows.as_subclass(Located), (2, 2), 1), (blocks, (6, 2), 2)):
-        items = create_default_local_save_plan({"a": tensor}, True).items
-        assert [item.tensor_data.size for item in items] == [size] * count
 
 
 class Doubled(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """The commands of tools/checkpoint.py: which checkpoints exist, what one contains, what is damaged.
 
-Those that convert or compare tensors are in conversion.py; they alone import torch.
+Those that read tensors are in conversion.py; they alone import torch.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import runpy
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -15,26 +17,23 @@ from typing import Any
 
 from titanlike.checkpoint import integrity
 from titanlike.checkpoint.discovery import leads_out
+from titanlike.checkpoint.format import SavedTensor
 from titanlike.checkpoint.integrity import (
     MODEL,
     OPTIMIZER,
     RNG,
-    SavedTensor,
-    UnsafeCheckpoint,
-    missing_data,
-    read_tensors,
 )
 from titanlike.checkpoint.storage import (
     DAMAGED_MARKER,
     MARKER,
-    METADATA,
-    STATE,
+    OLD_INDEX,
     DamagedCheckpoint,
+    NotSmallText,
     Storage,
     UnreadableFile,
 )
 from titanlike.config.files import NotRegularFile
-from titanlike.config.program import argument_parser, exit_code
+from titanlike.config.program import argument_parser, exit_code, scripts_dir
 from titanlike.config.schema import MESH_AXES
 from titanlike.data.kinds import READERS
 from titanlike.metrics import units
@@ -55,24 +54,25 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, str]]] = {
     "verify": (
         "check every file against its checksum; of a run, all checkpoints",
         "CHECKPOINT",
-        {"repair": "also lift the mark DAMAGED where all bytes are right"},
-    ),
-    "compare": (
-        "whether two checkpoints have the same tensors",
-        "A B",
-        {"tensors": "name every tensor that differs"},
+        {},
     ),
     "digest": ("one number for all tensors, of A and of B, the same in any layout", "A B", {}),
     "consolidate": (
         "the model (names without `model.`) in one safetensors file",
         "CHECKPOINT FILE",
-        {"optimizer": "also all that a run needs to resume"},
-    ),
-    "restore": (
-        "a checkpoint (step- or model-XXXXXXXX) in FOLDER from a safetensors file",
-        "FILE FOLDER",
         {},
     ),
+    "convert": (
+        "rewrite checkpoints of earlier versions, in place: of a run, or in a folder",
+        "FOLDER",
+        {},
+    ),
+}
+_GONE = {  # commands and options of earlier versions: what to do instead
+    "compare": "`digest A B` says whether two are equal; which tensors, safetensors' safe_open",
+    "restore": "a checkpoint is a folder of safetensors: copy it, or start_from=hf:FOLDER",
+    "--repair": "`verify CHECKPOINT` reads it; then rename DAMAGED to COMMITTED",
+    "--optimizer": "a checkpoint's folder has the optimizer's state, as safetensors",
 }
 
 
@@ -86,15 +86,13 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument(argument.lower(), metavar=argument)
         for option, about in options.items():
             command.add_argument(f"--{option}", action="store_true", help=about)
-        if name == "compare":
-            about = "absolute difference that counts as none"
-            command.add_argument("--tolerance", type=float, default=0.0, help=about)
-        elif name == "consolidate":
+        if name == "consolidate":
             command.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights")
-    args = parser.parse_args(argv)
-    codes: dict[type[Exception], int] = dict.fromkeys(
-        (DamagedCheckpoint, UnsafeCheckpoint), DIFFERENT
-    )
+    words = sys.argv[1:] if argv is None else argv
+    if gone := next((word for word in words if word in _GONE), None):
+        parser.error(f"{gone}: is not there any more: {_GONE[gone]}")
+    args = parser.parse_args(words)
+    codes: dict[type[Exception], int] = {DamagedCheckpoint: DIFFERENT}
     return exit_code(lambda: OK if _run(Console(steps=1), args) else DIFFERENT, codes)
 
 
@@ -106,23 +104,15 @@ def _run(console: Console, args: argparse.Namespace) -> bool:
     if args.command == "show":
         return show(console, args.checkpoint, all_names=args.tensors)
     if args.command == "verify":
-        return verify(console, args.checkpoint, repair=args.repair)
-    from titanlike.checkpoint.conversion import (  # imports torch
-        compare,
-        compare_digests,
-        consolidate,
-        restore,
-    )
+        return verify(console, args.checkpoint)
+    if args.command == "convert":
+        script = runpy.run_path(str(scripts_dir() / "convert_checkpoint.py"))
+        return script["convert_all"](all_checkpoints(args.folder), console.line)
+    from titanlike.checkpoint.conversion import compare_digests, consolidate  # imports torch
 
-    if args.command == "compare":
-        return compare(console, args.a, args.b, args.tolerance, all_names=args.tensors)
     if args.command == "digest":
         return compare_digests(console, args.a, args.b)
-    if args.command == "restore":
-        console.line(restore(args.file, args.folder))
-    else:
-        options = {"dtype": args.dtype, "with_optimizer": args.optimizer}
-        console.line(consolidate(args.checkpoint, args.file, **options))
+    console.line(consolidate(args.checkpoint, args.file, dtype=args.dtype))
     return True
 
 
@@ -133,7 +123,7 @@ def all_checkpoints(location: str) -> list[Storage]:
     """
     path = Storage(location)
     names = path.names()
-    if (names and _ANY_NAME.fullmatch(path.name)) or {MARKER, DAMAGED_MARKER, METADATA} & {*names}:
+    if (names and _ANY_NAME.fullmatch(path.name)) or {MARKER, DAMAGED_MARKER, OLD_INDEX} & {*names}:
         return [path]
     folders = [path.at("checkpoints"), path]
     for folder in folders:
@@ -185,13 +175,13 @@ def condition(path: Storage) -> tuple[str, str]:
             return COMPLETE, ""
         if path.exists(DAMAGED_MARKER):
             reason = path.read(DAMAGED_MARKER).decode(errors="replace").partition("\n")[0]
-            again = integrity.repair_command(path)
-            return REJECTED, f"a launch found it damaged: {reason}; read it again: {again}"
+            again = integrity.how_to_unmark(path)
+            return REJECTED, f"a launch found it damaged: {reason}; {again}"
     except DamagedCheckpoint as damage:
         return DAMAGED, f"{damage.file} {damage.reason}"
-    except NotRegularFile:
-        return REJECTED, f"{DAMAGED_MARKER} is not a regular file"
-    except (UnreadableFile, ValueError) as error:  # ValueError: a later format
+    except (NotRegularFile, NotSmallText):
+        return REJECTED, f"{DAMAGED_MARKER} is not a text file"
+    except (UnreadableFile, ValueError) as error:  # ValueError: another format
         return UNREADABLE, str(error)
     return INCOMPLETE, f"no {MARKER}: its save was killed, or is in progress"
 
@@ -208,7 +198,7 @@ def show(console: Console, location: str, *, all_names: bool) -> bool:
     state, when = _state(path), path.modified(MARKER)
     text = f"{word}, by the sizes of its files (verify reads them)" if word == COMPLETE else word
     saved_by = None
-    if layout := state.get("layout"):  # restored from another program's file: none
+    if layout := state.get("layout"):
         ranks = state.get("world_size", 1)
         details = f", {layout['replicate']} replicas" if layout.get("replicate", 1) > 1 else ""
         details += f", split {layout['split']}" if layout.get("pp", 1) > 1 else ""
@@ -231,7 +221,8 @@ def show(console: Console, location: str, *, all_names: bool) -> bool:
     console.line()
     console.table("", ["file", "size"], [[name, units.size(size)] for name, size in sizes])
     try:
-        tensors = read_tensors(path)
+        marker = DAMAGED_MARKER if word == REJECTED else MARKER
+        tensors = integrity.read_index(path, marker).tensors
     except DamagedCheckpoint as damage:
         console.line(f"  {damage.file} {damage.reason}")
         return False
@@ -258,68 +249,48 @@ def show(console: Console, location: str, *, all_names: bool) -> bool:
     return word == COMPLETE
 
 
-def verify(console: Console, location: str, *, repair: bool = False) -> bool:
+def verify(console: Console, location: str) -> bool:
     """Read all files and print a line for each problem; return whether the checkpoints are intact.
 
-    repair: lift the DAMAGED marks of intact ones. Raises ValueError if there is no checkpoint,
-    UnreadableFile if one cannot be read and none is damaged.
+    Raises ValueError if there is no checkpoint, UnreadableFile if one cannot be read and none is
+    damaged.
     """
     paths = all_checkpoints(location)
     alone = [str(path) for path in paths] == [str(Storage(location))]
     intact = damaged = 0
-    unread: UnreadableFile | None = None  # the first
+    unread: Exception | None = None  # the first
     for path in paths:
         begin = time.perf_counter()
         word, reason = condition(path)
         if word == INCOMPLETE and not alone:
             console.line(f"{path.name}: {reason}")  # harmless for runs
             continue
-        marked, problems = word == REJECTED, [reason]
+        problems = [reason]
         try:
             if word == UNREADABLE:
                 raise UnreadableFile(reason)
-            if word in (COMPLETE, DAMAGED) or (marked and repair):
-                problems = _problems(path, marked)
-            if marked and not problems:
-                integrity.lift_mark(path, integrity.marked_checksum(path))
+            if word in (COMPLETE, DAMAGED, REJECTED):
+                marker = DAMAGED_MARKER if word == REJECTED else MARKER
+                found = integrity.damaged_files(path, marker)
+                problems = [f"{damage.file} {damage.reason}" for damage in found]
+            if word == REJECTED and not problems:
+                problems = [f"its bytes are right: rename {DAMAGED_MARKER} to {MARKER}"]
         except UnreadableFile as error:
             word, problems = UNREADABLE, [str(error)]
             unread = unread or error
         if problems:
             damaged += word != UNREADABLE
-            console.line(f"{path.name}: {DAMAGED if word == REJECTED else word}")
+            console.line(f"{path.name}: {'marked as damaged' if word == REJECTED else word}")
             for problem in dict.fromkeys(problems):
                 console.line(f"  {problem}")
             continue
-        files = integrity.read_manifest(path)
-        size = units.size(sum(size for size, _ in files.values()))
-        spent = units.duration(time.perf_counter() - begin)
-        text = f"{path.name}: complete ({len(files)} files, {size}, read in {spent})"
-        if marked:
-            text += f"; it was marked as damaged: the file {DAMAGED_MARKER} is removed"
-        console.line(text)
+        sizes = _sizes(path)
+        size, spent = units.size(sum(sizes.values())), units.duration(time.perf_counter() - begin)
+        console.line(f"{path.name}: complete ({len(sizes)} files, {size}, read in {spent})")
         intact += 1
     if unread is not None and not damaged:
         raise unread
     return intact > 0 and not damaged
-
-
-def _problems(path: Storage, marked: bool) -> list[str]:
-    """Return the problems in the bytes of a checkpoint, committed or marked as damaged."""
-    problems: list[str] = []
-    try:
-        files = integrity.read_manifest(path, integrity.marked_checksum(path) if marked else None)
-        damages = {damage.file: damage.reason for damage in integrity.damaged_files(path, files)}
-        problems += [f"{file} {reason}" for file, reason in damages.items()]
-        if STATE not in damages:
-            integrity.read_state(path)
-        if METADATA not in damages:
-            problems += missing_data(read_tensors(path), files)
-    except DamagedCheckpoint as damage:
-        problems.append(f"{damage.file} {damage.reason}")
-    except UnsafeCheckpoint as error:
-        problems.append(str(error))
-    return problems
 
 
 def _sizes(path: Storage) -> dict[str, int]:

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlike.data.order import splitmix64
-from titanlike.torch_private.distributed_checkpoint import Blocks
-from titanlike.torch_private.dtensor import local, local_slices
+from titanlike.distributed.placement import Blocks, blocks_of
 
 _CHUNK = 2**20  # elements hashed at a time, using 40 MiB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -74,11 +73,7 @@ def digest(
             assert place is not None, "every rank is in the mesh"
             pairs = zip(place, held.placements, strict=True)
             counts = not any(at for at, placement in pairs if placement.is_replicate())
-        if isinstance(tensor, Blocks):
-            blocks = tensor.blocks
-        else:
-            blocks = {torch.Size(piece.start for piece in local_slices(held)): local(held)}
-        for offsets, block in blocks.items() if counts else ():
+        for offsets, block in blocks_of(tensor).items() if counts else ():
             total += digest_of(name, block, tensor.shape, offsets).to(device)
     if dist.is_initialized():
         dist.all_reduce(total, group=group)

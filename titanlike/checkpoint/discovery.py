@@ -15,7 +15,6 @@ from typing import Any
 from titanlike.checkpoint.storage import (
     DAMAGED_MARKER,
     MARKER,
-    METADATA,
     STATE,
     DamagedCheckpoint,
     Storage,
@@ -130,11 +129,10 @@ def resolve(key: str, location: str) -> Storage:
             return inside[0]
     reason = "no complete checkpoint there"
     if path.exists(DAMAGED_MARKER):
-        from titanlike.checkpoint.integrity import repair_command
+        from titanlike.checkpoint.integrity import how_to_unmark
 
-        command = repair_command(path)
-        reason = f"is marked as damaged (see {path}/{DAMAGED_MARKER}); read it again: {command}"
-    elif path.exists(STATE) or path.exists(METADATA):
+        reason = f"is marked as damaged (see {path}/{DAMAGED_MARKER}); {how_to_unmark(path)}"
+    elif path.exists(STATE):
         reason = f"incomplete: it has no file {MARKER}, so its save was not completed"
     fix = "write the path of a step-XXXXXXXX folder or of a run directory"
     raise Refused(key, location, reason, fix)
@@ -177,14 +175,12 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
                     fix = f"checkpoint.folder=null checkpoint.resume={selection.path}"
                 raise Refused("checkpoint.folder", folder, reason, fix)
         if selection.path is None and (selection.damaged or selection.marked):
-            from titanlike.checkpoint.integrity import repair_command
+            from titanlike.checkpoint.integrity import how_to_unmark
 
             reasons = [*map(str, selection.damaged)]
             reasons += [f"{path} is marked as damaged" for path in selection.marked]
             reason = f"no complete checkpoint is left in {folder}: {'; '.join(reasons)}; "
-            reason += (
-                f"{repair_command(folder)} reads all bytes again and lifts marks that are wrong"
-            )
+            reason += how_to_unmark(folder)
             fix = "checkpoint.resume=/path/of/another/checkpoint"
             raise Refused("checkpoint.resume", "auto", reason, fix)
         return selection

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titanlike.checkpoint.integrity import MODEL, SavedTensor
+from titanlike.checkpoint.format import SavedTensor
+from titanlike.checkpoint.integrity import MODEL
 from titanlike.checkpoint.reader import SavedModel, ShardReader, dtype_of, saved_model
 from titanlike.checkpoint.state_dict import DTYPES, cast_weights
 from titanlike.checkpoint.storage import Storage

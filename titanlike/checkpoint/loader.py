@@ -58,9 +58,9 @@ class CheckpointLoader:
         def select(rejected: set[str]) -> Selection:
             selection = discovery.select_resume(self.config, rejected)
             for path in (path for path in selection.marked if str(path) not in rejected):
-                text = f"{path} is marked as damaged, and an older one is taken; read it again: "
-                again = integrity.repair_command(path)
-                self.events.log("passed_over", step_of(path), text + again)
+                text = f"{path} is marked as damaged, and an older one is taken; "
+                text += integrity.how_to_unmark(path)
+                self.events.log("passed_over", step_of(path), text)
             return selection
 
         progress = self._load_first_intact(select)
@@ -93,8 +93,7 @@ class CheckpointLoader:
             config = replace(self.config, checkpoint=settings)
             text = warm_start_hf.start_from_folder(config, self.stage_states, self.group)
         else:
-            stages = self.config.pp
-            text = state_dict.warm_start(settings, self.stage_states, self.group, stages)
+            text = state_dict.warm_start(settings, self.stage_states, self.group)
         self.events.log("warm_start", 0, text)
 
     def _delete_leftovers(self) -> None:
@@ -135,10 +134,7 @@ class CheckpointLoader:
                 return None
             path = Storage(selected[0])
             try:
-                header = read_header_on_all_ranks(
-                    path, self.group, key="run_dir", stages=self.config.pp
-                )
-                return self._load(header)
+                return self._load(read_header_on_all_ranks(path, self.group, key="run_dir"))
             except DamagedCheckpoint as error:  # on all ranks
                 damage = str(error)
             except UnreadableFile as error:

@@ -23,16 +23,13 @@ from titanlike.checkpoint.integrity import (
     OPTIMIZER,
     RNG,
     CheckpointHeader,
-    check_sizes,
-    read_manifest,
 )
 from titanlike.checkpoint.reader import read, read_header_on_all_ranks
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.errors import some_names
 from titanlike.config.schema import Checkpoint
 from titanlike.device.accelerator import rng_states, set_rng_state
-from titanlike.distributed.placement import Part, StageState, pieces
-from titanlike.torch_private.distributed_checkpoint import Blocks
+from titanlike.distributed.placement import Blocks, Part, StageState, pieces
 from titanlike.torch_private.dtensor import local
 
 _FLAT = dcp_state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -101,7 +98,7 @@ def placed(tensor: Tensor, part: Part | None) -> Tensor | Blocks:
     held, blocks = local(tensor), {}
     for here, place in pieces(tensor, part):
         if held[here].numel():
-            blocks[torch.Size(rows.start for rows in place)] = held[here]
+            blocks[tuple(rows.start for rows in place)] = held[here]
     return Blocks(tensor, part.shape, blocks)
 
 
@@ -260,10 +257,9 @@ def _optimizer_state(stage: StageState, optimizers: list[torch.optim.Optimizer])
 
 
 def warm_start(
-    settings: Checkpoint, stage_states: list[StageState], group: dist.ProcessGroup, stages: int
+    settings: Checkpoint, stage_states: list[StageState], group: dist.ProcessGroup
 ) -> str:
-    """Load parameters by name from `checkpoint.start_from`; return a summary. Collective. stages:
-    pipeline ranks.
+    """Load parameters by name from `checkpoint.start_from`; return a summary. Collective.
 
     With `strict`, the checkpoint and the model must have the same names after `rename`; otherwise
     missing parameters keep their initial values. A different shape is always an error, and so is a
@@ -273,9 +269,7 @@ def warm_start(
     location = [str(resolve("checkpoint.start_from", settings.start_from))]
     dist.broadcast_object_list(location, src=0, group=group)
     folder = Storage(location[0])
-    if dist.get_rank(group) == 0:
-        check_sizes(folder, read_manifest(folder))
-    header = read_header_on_all_ranks(folder, group, "checkpoint.start_from", stages)
+    header = read_header_on_all_ranks(folder, group, "checkpoint.start_from")
     sources: dict[str, str] = {}  # name after `rename` -> the checkpoint's name
     for entry in (entry for entry in header.tensors if entry.startswith(MODEL)):
         name = entry.removeprefix(MODEL)

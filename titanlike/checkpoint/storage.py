@@ -30,15 +30,14 @@ from titanlike.config.files import (
 # files of a checkpoint, see integrity.py
 MARKER = "COMMITTED"  # without this file a checkpoint is incomplete
 DAMAGED_MARKER = "DAMAGED"
-MANIFEST = "files.json"
+INDEX = "index.json"
 STATE = "state.json"
-METADATA = ".metadata"
-CHUNKS = "pieces.json"
-# version of these files: in 1 there is no pieces.json, and step counts are per parameter
-FORMAT = 2
+OLD_INDEX = ".metadata"  # of the formats before, which `titanlike checkpoint convert` rewrites
 
 # allowed protocols of fsspec: other ones may execute what a URL names, or are read-only
 PROTOCOLS = ("file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", "oci")
+MOST_BYTES = 2**26  # of a small file, as state.json
+_PART = 2**20  # bytes of it that are read at a time
 _PAUSES = (0.1, 0.4, 1.5)  # seconds before each further attempt to read
 # errors of a removal when files were added, or are open on a network file system
 _CHANGED = (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY)
@@ -52,6 +51,10 @@ class UnreadableFile(OSError):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.errno = errno.EIO  # a restart may succeed
+
+
+class NotSmallText(ValueError):
+    """A file is larger than it can be, or no text."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -168,10 +171,20 @@ class Storage:
         """Open a file for writing; durable only once closed and, on a local file system, synced."""
         return self._fs.open(self._path(name), "wb")
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int = MOST_BYTES) -> bytes:
+        """Read a small text file. Raises NotSmallText if it has more than `most` bytes, or a zero
+        among them, as a sparse file has."""
+
         def read() -> bytes:
+            data = bytearray()
             with self._open(name) as file:
-                return file.read()
+                while part := file.read(_PART):
+                    data += part
+                    if len(data) > most:
+                        raise NotSmallText(f"has more than {most:,} bytes")
+                    if b"\0" in part:
+                        raise NotSmallText("has bytes that no text has")
+            return bytes(data)
 
         return self._retry(name, read)
 
@@ -278,7 +291,7 @@ class Storage:
             self._fs.invalidate_cache()  # other processes write here, too
             try:
                 return read()
-            except (FileNotFoundError, NotRegularFile):
+            except (FileNotFoundError, NotRegularFile, NotSmallText):
                 raise
             except NotADirectoryError as error:
                 raise FileNotFoundError(*error.args) from None

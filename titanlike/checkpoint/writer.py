@@ -1,69 +1,51 @@
 """Writes checkpoints, synchronously or in the background from a copy in host memory.
 
-1. `start`: ranks plan who writes what; tensors are copied (staging.py); a thread writes them,
-   itself or through a separate process, and commits the checkpoint (`write_checkpoint`); then older
-   ones are deleted (`superseded`).
+1. `start`: tensors are copied (staging.py); a thread writes them and commits the checkpoint
+   (`write_checkpoint`); then older ones are deleted (`superseded`).
 2. `wait`: the next save waits for the one in progress, so that two never overlap.
 3. A failed save is reported and its files are deleted, and training continues; the second failure
    in a row ends the run.
 
-DCP's save plan goes from all ranks to rank 0 and back, which takes rank 0 some 20 seconds for 1,024
-ranks with a few hundred tensors each. The plan depends only on names, shapes and layout: as long as
-these are unchanged on every rank, each reuses its own part of the last plan, and rank 0 the
-`.metadata` that it wrote. torch's planner can cache plans, too (`enable_plan_caching`), but in
-class attributes: two runs in one process, as in a sweep, would use each other's plans.
+Each rank writes its own pieces and its own lines of the index; rank 0 joins them. It learns hashes
+of the ranks' pieces, in a save of 1,024 ranks some seconds of its thread, to spread those that
+several ranks have.
 """
 
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from math import isfinite
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import (
-    DefaultSavePlanner,
-    create_default_local_save_plan,
-)
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.tensor import DTensor
 
 from titanlike.checkpoint import state_dict
 from titanlike.checkpoint.discovery import step_name
-from titanlike.checkpoint.integrity import (
-    MODEL,
-    OPTIMIZER,
-    Manifest,
-    check_sizes,
-    checksum,
-    commit,
-    delete_checkpoint,
-    dump_checksums,
-)
+from titanlike.checkpoint.format import WORDS, SavedTensor
+from titanlike.checkpoint.integrity import MODEL, OPTIMIZER, commit, delete_checkpoint
 from titanlike.checkpoint.reader import raise_on_all_ranks
-from titanlike.checkpoint.staging import Copy, HostMemory, WriterProcess, WrittenFile, write_tensors
-from titanlike.checkpoint.storage import CHUNKS, METADATA, DamagedCheckpoint, Storage, error_line
+from titanlike.checkpoint.staging import Copy, HostMemory, write_pieces
+from titanlike.checkpoint.storage import Storage, error_line
 from titanlike.config.schema import Checkpoint
 from titanlike.device.accelerator import set_device
 from titanlike.distributed.collectives import gather_objects, scatter_objects
-from titanlike.distributed.placement import StageState
+from titanlike.distributed.placement import Blocks, StageState, blocks_of
 from titanlike.metrics import units
 from titanlike.metrics.run_files import Events
 from titanlike.torch_private.accelerator import started
-from titanlike.torch_private.distributed_checkpoint import Blocks, describe_files
-from titanlike.torch_private.dtensor import local
 
 MAX_FAILURES = 2  # failed saves in a row that end a run
 NO_TENSORS: Mapping[str, Tensor] = {}
-WriteFile = Callable[[Storage, str, Iterable[Tensor]], WrittenFile]
+Place = tuple[str, tuple[int, ...]]  # a piece: name and offsets
 
 
 @dataclass
@@ -73,7 +55,6 @@ class Save:
     begin: float
     model_only: bool
     future: Future[Any] = field(default_factory=Future)
-    plan: CachedSavePlan | None = None  # cached once the save has succeeded
     stall: float = 0.0  # seconds that training waited
     seconds: float = 0.0  # from begin to commit
     bytes: int = 0
@@ -101,12 +82,10 @@ class CheckpointWriter:
         self._group, self._events = group, events
         # entries that, like the optimizer's, change only in an optimizer step
         self._late = {MODEL + name for stage in stage_states for name, _ in stage.parameters()}
-        self._plan: CachedSavePlan | None = None  # the plan of the last save of the run's state
         self._in_progress: Save | None = None
         self._copy: Copy | None = None  # possibly in progress
         self._thread: ThreadPoolExecutor | None = None
         self._memory: HostMemory | None = None
-        self._process: WriterProcess | None = None
         # on rank 0: validation losses of the committed checkpoints, by step; None where not
         # validated
         self.saved: dict[int, float | None] = {}
@@ -133,33 +112,27 @@ class CheckpointWriter:
         save = Save(folder, state, begin, model_only)
         if model_only:
             dtype = state_dict.DTYPES[self._settings.model_only]
-            tensors, last = state_dict.model_tensors(self._stage_states, dtype), None
+            tensors = state_dict.model_tensors(self._stage_states, dtype)
         else:
             tensors = {**state_dict.run_tensors(self._stage_states), **more}
-            tensors, last = state_dict.share_step(tensors, self._group), self._plan
+            tensors = state_dict.share_step(tensors, self._group)
             if self._digest is not None:
                 state["digest"] = self._digest(tensors, self._group)
-        prepared = prepare_save(tensors, last, self._group)
-        save.plan, self._in_progress = prepared.plan, save
-        copy, write_file = None, write_tensors
+        prepared, copy, self._in_progress = prepare_save(tensors), None, save
         if mode == "async":
-            prepared.tensors = {
-                index: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-                for index, tensor in prepared.tensors.items()
+            blocks = {
+                place: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                for place, tensor in prepared.blocks.items()
             }
+            prepared = replace(prepared, blocks=blocks)
         elif mode != "sync":
-            shared = mode == "async_process"
-            memory = self._memory = self._memory or HostMemory(shared=shared)
-            if shared:
-                self._process = self._process or WriterProcess(memory, self._settings.timeout)
-                self._process.start()
-                write_file = self._process.write
+            memory = self._memory = self._memory or HostMemory()
 
-            def is_late(index: MetadataIndex) -> bool:
-                return index.fqn in self._late or index.fqn.startswith(OPTIMIZER)
+            def is_late(place: Place) -> bool:
+                return place[0] in self._late or place[0].startswith(OPTIMIZER)
 
-            copy = self._copy = Copy(prepared.tensors, memory, is_late)
-            prepared.tensors = copy.tensors
+            copy = self._copy = Copy(prepared.blocks, memory, is_late)
+            prepared = replace(prepared, blocks=copy.tensors)
 
         device = started()
 
@@ -169,11 +142,11 @@ class CheckpointWriter:
                 set_device(device)
             if copy is not None:
                 copy.finish()
-            files = write_checkpoint(save.folder, save.state, prepared, self._group, write_file)
-            if files is None:  # another rank commits
+            size = write_checkpoint(save.folder, save.state, prepared, self._group)
+            if size is None:  # another rank commits
                 return
             save.seconds = time.perf_counter() - save.begin
-            save.bytes = sum(size for size, _ in files.values())
+            save.bytes = size
             if not save.model_only:
                 self.saved[save.state["step"]] = save.state["val_loss"]
                 save.deleted, save.retention_error = self._delete_superseded()
@@ -200,12 +173,11 @@ class CheckpointWriter:
                 self._in_progress.stall += time.perf_counter() - begin
 
     def close(self) -> None:
-        """Release thread, process and memory; after a failure, once the save in progress ends."""
+        """Release thread and memory; after a failure, once the save in progress ends."""
 
         def release(_: object) -> None:
-            for resource in (self._process, self._memory):
-                if resource is not None:
-                    resource.close()
+            if self._memory is not None:
+                self._memory.close()
             if self._thread is not None:
                 self._thread.shutdown(wait=False)
 
@@ -234,9 +206,8 @@ class CheckpointWriter:
         if error is None:
             self.failures.clear()
             if not save.model_only:
-                self.newest, self._plan = save.state["step"], save.plan
+                self.newest = save.state["step"]
             return
-        self._plan = None
         self.failures.append(_reason(save, error))
         if len(self.failures) >= MAX_FAILURES:
             raise OSError(f"{self.failures[-1]}; failure {len(self.failures)} in a row")
@@ -325,60 +296,27 @@ def superseded(saved: Mapping[int, float | None], settings: Checkpoint) -> list[
 # --- one save on all ranks ------------------------------------------------------------------------
 
 
-@dataclass
-class CachedSavePlan:
-    """The plan of a successful save, reused by later ones."""
-
-    signature: list[Any]  # what the plan depends on of this rank's tensors
-    items: list[MetadataIndex] = field(default_factory=list)  # what this rank writes, in order
-    ends: list[int] = field(default_factory=list)  # end offsets of the chunks in this rank's file
-    metadata: bytes = b""  # on rank 0: content of `.metadata`
-
-
-@dataclass
+@dataclass(frozen=True)
 class PreparedSave:
-    """A plan, and the tensors that this rank may write."""
+    """The pieces that this rank has."""
 
-    plan: CachedSavePlan
-    tensors: dict[MetadataIndex, Tensor]  # may be replaced by copies before they are written
-    local_plan: SavePlan | None  # None: every rank uses its cached plan
+    tensors: dict[str, SavedTensor]
+    blocks: dict[Place, Tensor]
 
 
-def prepare_save(
-    tensors: Mapping[str, Tensor | Blocks],
-    last: CachedSavePlan | None,
-    group: dist.ProcessGroup | None,
-) -> PreparedSave:
-    """Plan what this rank may write. Collective; without a group, for this process alone.
-
-    last: the previous save's plan; None if it must not be reused.
-    """
-    signature: list[Any] = []
+def prepare_save(tensors: Mapping[str, Tensor | Blocks]) -> PreparedSave:
+    """Return what this rank has of these entries. Raises ValueError for a dtype that safetensors has
+    not."""
+    described, blocks = {}, dict[Place, Tensor]()
     for name, tensor in tensors.items():
-        layout: Any = None
-        if isinstance(tensor, DTensor):
-            layout = tensor.device_mesh, tensor.placements
-        elif isinstance(tensor, Blocks):
-            layout = [(offsets, block.shape) for offsets, block in tensor.blocks.items()]
-        signature.append((name, tensor.shape, tensor.dtype, layout))
-    unchanged = torch.tensor(int(last is not None and last.signature == signature))
-    if group is not None:
-        dist.all_reduce(unchanged, dist.ReduceOp.MIN, group=group)
-    if unchanged and last is not None:
-        plan, local_plan, items = last, None, last.items
-    else:
-        plan = CachedSavePlan(signature)
-        local_plan = create_default_local_save_plan(dict(tensors), _rank(group) == 0)
-        items = [item.index for item in local_plan.items]
-    chunks = {}
-    for item in items:
-        tensor = tensors[item.fqn]
-        if isinstance(tensor, Blocks):
-            assert item.offset is not None
-            chunks[item] = tensor.blocks[item.offset]
-        else:
-            chunks[item] = local(tensor)
-    return PreparedSave(plan, chunks, local_plan)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in WORDS:
+            raise ValueError(f"{name} is of {dtype}, which safetensors cannot hold")
+        described[name] = SavedTensor(name, dtype, tuple(tensor.shape))
+        for offsets, block in blocks_of(tensor).items():
+            if block.numel() or not described[name].numel:
+                blocks[name, tuple(offsets) if block.numel() else (0,) * block.dim()] = block
+    return PreparedSave(described, blocks)
 
 
 def write_checkpoint(
@@ -386,77 +324,61 @@ def write_checkpoint(
     state: dict[str, Any],
     save: PreparedSave,
     group: dist.ProcessGroup | None,
-    write_file: WriteFile = write_tensors,
-) -> Manifest | None:
-    """Write a checkpoint and commit it; return its files on rank 0. Collective.
+) -> int | None:
+    """Write a checkpoint and commit it; return its size in bytes on rank 0. Collective.
 
     state: content of state.json. A save that fails on any rank fails on all: raises OSError.
     """
-    rank, plan, cached = _rank(group), save.plan, save.local_plan is None
-    # 1. rank 0 creates the folder and merges the plans
-    local_plans = [] if cached else gather_objects(save.local_plan, group)
-    plans: list[SavePlan] = []
-    metadata: Metadata | None = None
-    files: Manifest | None = None
+    rank, size = 0 if group is None else dist.get_rank(group), None
+    # 1. rank 0 creates the folder and says who writes the pieces that several ranks have
+    keys = gather_objects(_keys(save.blocks), group)
+    writes: list[np.ndarray] = []
     with raise_on_all_ranks(group):
         if rank == 0:
             # left by a killed save, or by a run that restarted from an earlier step
             delete_checkpoint(folder)
             folder.make()
-            if local_plans:
-                plans, metadata = global_plan(local_plans)
-    if not cached:
-        items = [[item.index for item in part.items] for part in plans]
-        plan.items = scatter_objects(items, group)
-    # 2. each rank writes its file
+            writes = assign(keys)
+    mine = scatter_objects(writes, group)
+    # 2. each rank writes its files
     with raise_on_all_ranks(group):
-        name = f"__{rank}_0.distcp"
-        written = write_file(folder, name, (save.tensors[item] for item in plan.items))
-        if cached and plan.ends != written.ends:
-            raise RuntimeError(f"{name} has other places than in the save before")
-        plan.ends = written.ends
-    # 3. rank 0 writes the description and commits
-    all_written = gather_objects(written, group)
+        pieces = (
+            (save.tensors[name], offsets, block)
+            for (name, offsets), block in compress(save.blocks.items(), mine)
+        )
+        written = write_pieces(folder, rank, pieces)
+    # 3. rank 0 writes the index and commits
+    of_ranks = gather_objects(written, group)
     with raise_on_all_ranks(group):
         if rank == 0:
-            if metadata is not None:
-                plan.metadata = describe(metadata, plans, all_written)
-            files = {file.name: (file.size, file.checksum) for file in all_written}
-            checksums = dump_checksums({file.name: (file.ends, file.sums) for file in all_written})
-            for name, data in ((METADATA, plan.metadata), (CHUNKS, checksums)):
-                folder.write(name, data)
-                files[name] = (len(data), checksum(data))
-            try:
-                check_sizes(folder, files)
-            except (
-                DamagedCheckpoint
-            ) as damage:  # a file written by another rank is not visible here
-                raise OSError(
-                    f"{damage.file} {damage.reason}; is {folder.parent} on a file system that "
-                    "all machines share?"
-                ) from None
-            commit(folder, files, state)
-    return files
+            size = commit(folder, [file for files in of_ranks for file in files], state)
+    return size
 
 
-def global_plan(local_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Merge the ranks' plans; return each rank's plan and the description of all tensors."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    plans, metadata = planner.create_global_plan(local_plans)
-    # torch's planner writes this for a flat state dict, and its converters need it
-    metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
-    return plans, metadata
+def _keys(blocks: Mapping[Place, Tensor]) -> np.ndarray:
+    """Return two hashes of each piece's place, and its bytes: uint64 [pieces, 3]. Of 1,024 ranks with
+    a thousand pieces each they are 24 MB, and names and offsets would be a minute of pickling."""
+    digests = (xxhash.xxh3_128_digest(repr(place).encode()) for place in blocks)
+    keys = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+    sizes = np.array([block.nbytes for block in blocks.values()], np.uint64)
+    return np.concatenate([keys, sizes[:, None]], 1)
 
 
-def describe(metadata: Metadata, plans: list[SavePlan], written: list[WrittenFile]) -> bytes:
-    """Return the content of `.metadata`, equal in each save of a plan."""
-    places = [
-        (item.index, file.name, begin, end - begin)
-        for plan, file in zip(plans, written, strict=True)
-        for item, begin, end in zip(plan.items, [0, *file.ends[:-1]], file.ends, strict=True)
-    ]
-    return pickle.dumps(describe_files(metadata, places))
-
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
+def assign(keys: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return, for each rank, which of its pieces it writes: bool [pieces]. A piece of several ranks is
+    written by the one that has least to write, the largest pieces first. keys: see `_keys`."""
+    ranks = np.repeat(np.arange(len(keys)), [len(each) for each in keys])
+    first, second, sizes = np.concatenate(keys).T
+    order = np.lexsort((second, first))
+    same = (first[order][1:] == first[order][:-1]) & (second[order][1:] == second[order][:-1])
+    begins = np.flatnonzero(np.concatenate([[True], ~same])) if len(order) else np.zeros(0, int)
+    ends = np.append(begins[1:], len(order))
+    writes, alone = np.zeros(len(order), bool), order[begins[ends - begins == 1]]
+    writes[alone] = True
+    load = np.bincount(ranks[alone], sizes[alone], len(keys))
+    shared = [order[b:e] for b, e in zip(begins, ends, strict=True) if e - b > 1]
+    for copies in sorted(shared, key=lambda copies: -int(sizes[copies[0]])):
+        chosen = copies[np.argmin(load[ranks[copies]])]
+        writes[chosen] = True
+        load[ranks[chosen]] += sizes[chosen]
+    return np.split(writes, np.cumsum([len(each) for each in keys])[:-1])

@@ -79,6 +79,15 @@ def _integer(text: str) -> int:
     return int(text)
 
 
+def check_depth(value: Any, most: int = 64) -> None:
+    """Raise ValueError if a JSON value is nested deeper than objects and lists of this program."""
+    if not most:
+        raise ValueError("is not JSON that this program writes: nested too deeply")
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            check_depth(item, most - 1)
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):

@@ -831,11 +831,10 @@ class Checkpoint:
     )
     every: int = key(100, "steps between saves; 0 = none during training", ge=0)
     last: bool = key(True, "save after the last step")
-    mode: Literal["sync", "async", "async_pinned", "async_process"] = key(
+    mode: Literal["sync", "async", "async_pinned"] = key(
         "sync",
         "async = training overlaps writing, from a copy in memory; async_pinned = also copying, "
-        "into a reused buffer (pinned with a GPU); async_process = also, a process of each rank "
-        "writes (Linux)",
+        "into a reused buffer (pinned with a GPU)",
     )
     keep: int = key(10, "newest checkpoints to retain; 0 = all", ge=0)
     keep_every: int = key(0, "also retain checkpoints at multiples of this step; 0 = none", ge=0)

@@ -20,13 +20,14 @@ from torchdata.nodes import BaseNode
 from tqdm import tqdm
 
 from titanlike.config.schema import Config, Custom
+from titanlike.data import state_json
 from titanlike.data.checked import Call, CheckedSource, checked_source
 from titanlike.data.draws import Draws
 from titanlike.data.kinds import DataError
 from titanlike.data.readers import held_out_problems, reader_problems
 from titanlike.data.sources import Batch, Data
 from titanlike.data.stream_nodes import Repeated, State, hash_of
-from titanlike.data.stream_source import HeldOutSource, StreamSource, dumped, loaded, not_saved
+from titanlike.data.stream_source import HeldOutSource, StreamSource
 from titanlike.torch_private.loader_worker import read_as_part
 
 _TRIED = (2, 5, 10)  # states after so many samples are tried, up to the last of these
@@ -114,11 +115,14 @@ class _Opener:
         node, hashes, states = OwnRows(self, 0, readers), list[int](), dict[int, State]()
         for place in _TRIED[:-1]:
             hashes += read(node, len(hashes), place)
-            if what := not_saved(state := node.state_dict()):
+            try:  # reading on may change the original
+                states[place] = state_json.loads(state_json.dumps(node.state_dict()))
+            except state_json.NotJson as what:
                 reason = f"the state of its stream cannot be saved: {what}"
-                fix = "return numbers, texts, lists, dicts and tensors alone from state_dict"
-                raise DataError("data.name", self.checks.name, reason, fix)
-            states[place] = loaded(dumped(state, 0))["state"]  # reading on may change the original
+                fix = (
+                    "return numbers, texts, lists, dicts, arrays and tensors alone from state_dict"
+                )
+                raise DataError("data.name", self.checks.name, reason, fix) from None
         hashes += read(node, len(hashes), _TRIED[-1])
         pairs = zip_longest(hashes, read(OwnRows(self, 0, readers), 0, _TRIED[-1]))
         for number, (first, again) in enumerate(pairs):

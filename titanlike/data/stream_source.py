@@ -13,7 +13,6 @@ batches.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
@@ -27,6 +26,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from titanlike.config.errors import Refused
 from titanlike.config.schema import Config
+from titanlike.data import state_json
 from titanlike.data.kinds import READERS, DataError, data_changed, loader_workers, option
 from titanlike.data.readers import default_readers, reader_problems, rows_of
 from titanlike.data.sources import ENDLESS, Batch, Stream, stack
@@ -191,10 +191,8 @@ class StreamSource(Stream):
         """Return the checkpoint entries of this rank's readers after `step` batches."""
         position = max((s for s in self._states if s <= step), default=None)
         states = {} if position is None else self._states[position]
-        entries = {}
-        for reader, state in states.items():
-            entries[f"{READERS}{reader}"] = _padded(state, position or 0)
-            head = self.head(reader)
+        entries = {f"{READERS}{reader}": state for reader, state in states.items()}
+        for head, reader in ((self.head(reader), reader) for reader in states):
             entries[f"{_HELD}{reader}"] = torch.tensor([head.items, *sorted(head.hashes)])
         return entries
 
@@ -228,11 +226,10 @@ class StreamSource(Stream):
                 items, *hashes = entry.tolist()
                 self._run_holds[int(name.removeprefix(_HELD))] = items, set(hashes)
                 continue
-            step, state = _unpadded(entry)
-            reader = int(name.removeprefix(READERS))
-            self._states.setdefault(step, {})[reader] = state
+            content, reader = loaded(entry), int(name.removeprefix(READERS))
+            self._states.setdefault(content["step"], {})[reader] = entry
             if not data_changed(self.config.data):
-                self._firsts[reader] = loaded(state)["first"]
+                self._firsts[reader] = content["first"]
         for reader in self._firsts:
             self.head(reader)
 
@@ -380,7 +377,10 @@ class ReaderGroup(IterableDataset[Block]):
                 raise source.too_short(readers[0])
             states = None
             if step % _EVERY == 0 or step == 1:
-                states = {r: dumped(n.state_dict(), source.head(r).first) for r, n in nodes.items()}
+                states = {
+                    reader: dumped(node.state_dict(), source.head(reader).first, step)
+                    for reader, node in nodes.items()
+                }
             after = self._take(nodes, step) if ends else None
             batch = source.collate([source.finish(item) for item in rows])
             yield Block(batch, states, ends and after is None)
@@ -412,43 +412,15 @@ class ReaderGroup(IterableDataset[Block]):
 # --- states ---------------------------------------------------------------------------------------
 
 
-def dumped(state: Any, first: int) -> Tensor:
-    """Serialize a reader's state, uint8."""
-    buffer = io.BytesIO()
-    torch.save({"state": state, "first": first}, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+def dumped(state: Any, first: int, step: int) -> Tensor:
+    """Return a reader's state after a step as a checkpoint's entry: JSON, uint8."""
+    data = state_json.dumps({"state": state, "first": first, "step": step})
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def not_saved(state: Any, path: str = "state") -> str:
-    """Return the part of a state that cannot be loaded without pickle; "" = none."""
-    if isinstance(state, dict):
-        items = [(repr(key), value) for key, value in state.items()]
-    elif isinstance(state, list | tuple):
-        items = [(str(n), value) for n, value in enumerate(state)]
-    else:
-        plain = state is None or type(state) in (bool, int, float, str, bytes, Tensor)
-        return "" if plain else f"{path} is a {type(state).__name__}"
-    return next(filter(None, (not_saved(value, f"{path}[{name}]") for name, value in items)), "")
-
-
-def loaded(state: Tensor) -> dict[str, Any]:
-    return torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True)
-
-
-_HEAD = 16  # bytes of an entry before the state: its length, and its step
-
-
-def _padded(state: Tensor, step: int) -> Tensor:
-    """Pad a state so that states of similar size have entries of equal size: the save plan is
-    reused."""
-    size = _HEAD + len(state)
-    unit = 1 << max(10, size.bit_length() - 3)
-    entry = torch.zeros(-(-size // unit) * unit, dtype=torch.uint8)
-    entry[:_HEAD] = torch.tensor([len(state), step]).view(torch.uint8)
-    entry[_HEAD:size] = state
-    return entry
-
-
-def _unpadded(entry: Tensor) -> tuple[int, Tensor]:
-    length, step = entry[:_HEAD].clone().view(torch.int64).tolist()
-    return step, entry[_HEAD : _HEAD + length].clone()
+def loaded(entry: Tensor) -> dict[str, Any]:
+    """Return what `dumped` was given, by its names. Raises ValueError."""
+    content = state_json.loads(entry.numpy().tobytes())
+    if not isinstance(content, dict) or content.keys() != {"state", "first", "step"}:
+        raise ValueError("is no state of a reader")
+    return content

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.torch_private.dtensor import local_slices
+from titanlike.torch_private.dtensor import local, local_slices
 from titanlike.torch_private.operators import BatchNorm
 
 Slices = tuple[slice, ...]
@@ -52,6 +52,26 @@ class Placement:
     # when the gradients of these ranks are partial sums, and not equal: in batches whose
     # activations are sharded along the sequence, or in all
     partial: When = "never"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A tensor of which this rank holds some blocks, by their offsets in the full tensor."""
+
+    held: Tensor  # this rank's part (a DTensor, or a local tensor)
+    shape: torch.Size  # of the full tensor
+    blocks: Mapping[tuple[int, ...], Tensor]  # views of `held`
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.held.dtype
+
+
+def blocks_of(tensor: Tensor | Blocks) -> Mapping[tuple[int, ...], Tensor]:
+    """A tensor's blocks on this rank, by their offsets: a DTensor's shard, or all of it."""
+    if isinstance(tensor, Blocks):
+        return tensor.blocks
+    return {tuple(piece.start for piece in local_slices(tensor)): local(tensor.detach())}
 
 
 def pieces(tensor: Tensor, part: Part | None) -> Iterator[tuple[Slices, Slices]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,16 +129,6 @@ def secrets_in_command(overrides: list[str], config: Config | None) -> list[Prob
 def _checkpoint_problems(config: Config) -> Iterator[Problem]:
     """Yield what would prevent resuming the run, as far as it can be checked without the data."""
     settings = config.checkpoint
-    if settings.mode == "async_process":
-        reason = ""
-        if sys.platform != "linux":
-            reason = f"needs shared memory that Linux alone has, and this is {sys.platform}"
-        elif checkpoint_folder(config).process_local:
-            reason = "another process does not see checkpoint.folder, the memory of this one"
-        if reason:
-            fix = "checkpoint.mode=async_pinned"
-            yield Problem("checkpoint.mode", "async_process", reason, fix)
-            return
     if settings.export != "none" and (problem := _export_problem(config)):
         yield problem
     from_folder = str(settings.start_from).startswith("hf:")

@@ -94,7 +94,7 @@ def _load_newest(config: Config, run: Run) -> Storage:
     timeout = timedelta(seconds=config.checkpoint.timeout)
     group = dist.new_group(backend="gloo", timeout=timeout)
     settings = replace(config.checkpoint, start_from=str(newest), rename=[], strict=True)
-    warm_start(settings, run.stage_states, group, config.pp)
+    warm_start(settings, run.stage_states, group)
     return newest
 
 

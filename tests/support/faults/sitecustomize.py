@@ -25,7 +25,7 @@ def stop_at_place(fault: dict, pattern: re.Pattern) -> None:
         path = arguments[1 if event == "os.rename" else 0]
         if not isinstance(path, str) or not pattern.search(path):
             return
-        if event == "open" and path.endswith(".distcp") and not arguments[2] & os.O_CREAT:
+        if event == "open" and path.endswith(".safetensors") and not arguments[2] & os.O_CREAT:
             return  # for reading
         folder = path if re.search(r"step-\d+$", path) else os.path.dirname(path)
         marked = fault["marked"]
