@@ -14,6 +14,7 @@ from support.commands import shell
 from support.paths import ROOT
 from support.typed import typed
 from titanlike.config import validate
+from titanlike.config.other_frameworks import FORMER
 from titanlike.config.overrides import in_full
 from titanlike.config.parse import parse
 from titanlike.config.schema import OPEN_GROUPS
@@ -54,7 +55,8 @@ NOT_KEYS = {
     ]
 }
 NOT_KEYS |= {"temperature", "timeline"}  # of titanlike generate; short for timeline.enabled
-NOT_KEYS |= {"sweep.submit", "sweep.wait"}  # the changelog says what to use instead
+# the changelog says what to use instead
+NOT_KEYS |= {"sweep.submit", "sweep.wait", *FORMER}
 
 
 def commands(text: str) -> list[str]:
