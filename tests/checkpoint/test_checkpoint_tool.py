@@ -195,7 +195,7 @@ def test_a_checkpoint_is_read_by_safetensors_and_by_torch_alone(
     page = (ROOT / "docs" / "checkpoints.md").read_text()
     lines = page.partition("```py\n")[2].partition("```")[0]
     scope: dict[str, Any] = {"folder": step}
-    assert lines.count("\n") == 5
+    assert lines.count("\n") < 15
     exec(lines, scope)
     assert tool("consolidate", step, file)[0] == 0
     truth = {f"model.{name}": tensor for name, tensor in load_file(file).items()}
