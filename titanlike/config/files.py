@@ -68,9 +68,10 @@ def parse_object(data: str | bytes) -> dict[str, Any]:
 
 
 def parse_json(data: str | bytes, **options: Any) -> Any:
-    """Parse untrusted JSON. Raises ValueError, RecursionError; for a number of too many digits,
-    which could not be shown or computed with, too."""
-    return json.loads(data, parse_int=_integer, **options)
+    """Parse untrusted JSON, in UTF-8. Raises ValueError, RecursionError; for a number of too many
+    digits, which could not be shown or computed with, too."""
+    text = data.decode() if isinstance(data, bytes) else data  # json takes UTF-16, too
+    return json.loads(text, parse_int=_integer, **options)
 
 
 def _integer(text: str) -> int:

@@ -57,7 +57,7 @@ def summarize(run_dir: Path) -> Summary:
             val_loss = _newest("val_loss", records)
             if val_loss is None:  # a run may validate more rarely than every STEPS steps
                 val_loss = _last(lines, "val_loss")
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, files.NotRegularFile):
         return Summary()
     if not records:
         return Summary()
