@@ -54,6 +54,7 @@ NOT_KEYS = {
         "track_running_stats",
     ]
 }
+NOT_KEYS |= {"validation.data.path"}  # of a section of data, whose keys are checked there
 NOT_KEYS |= {"temperature", "timeline"}  # of titanlike generate; short for timeline.enabled
 # the changelog says what to use instead
 NOT_KEYS |= {"sweep.submit", "sweep.wait", *FORMER}
