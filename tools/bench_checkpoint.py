@@ -7,7 +7,7 @@ It takes the overrides of train.py.
 The modes take turns, a few training steps after each save, so that noise of the machine hits all.
 The plain write is this rank's own bytes into one file with fsync, at the same time on all ranks;
 the plain read reads them back. Both are in the page cache for reading: what is compared is the
-program's own cost (checksums, DCP, copying into shards), not the disk's.
+program's own cost (checksums, copying into shards), not the disk's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout that is not installed
 
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress  # noqa: E402
-from titanlike.checkpoint.integrity import read_manifest  # noqa: E402
+from titanlike.checkpoint.integrity import read_index  # noqa: E402
 from titanlike.checkpoint.storage import Storage  # noqa: E402
 from titanlike.cli import start_job  # noqa: E402
 from titanlike.config.program import set_program  # noqa: E402
@@ -45,8 +45,8 @@ from titanlike.training.build import Run, build  # noqa: E402
 from titanlike.training.session import open_data_on_every_rank  # noqa: E402
 from titanlike.training.step import measured_step  # noqa: E402
 
-MODES: tuple[Literal["sync", "async", "async_pinned", "async_process"], ...]
-MODES = ("sync", "async", "async_pinned", "async_process")
+MODES: tuple[Literal["sync", "async", "async_pinned"], ...]
+MODES = ("sync", "async", "async_pinned")
 ROUNDS = 5  # counted; one before them is not
 STEPS = 2  # of training after a save
 
@@ -116,8 +116,8 @@ def plain_file(worker: Worker) -> Path:
 
 def _sizes(folder: Path, step: int, rank: int) -> tuple[int, int]:
     """Bytes of a checkpoint, and of a rank's own files in it."""
-    files = read_manifest(Storage(folder / f"step-{step:08d}"))
-    own = sum(size for name, (size, _) in files.items() if name.startswith(f"__{rank}_"))
+    files = read_index(Storage(folder / f"step-{step:08d}")).files
+    own = sum(size for name, (size, _) in files.items() if name.startswith(f"rank-{rank:05d}"))
     return sum(size for size, _ in files.values()), own
 
 
