@@ -31,7 +31,6 @@ from titanlike.metrics.sinks import JsonlSink, Sink
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
 from titanlike.training.layout import layout
-from titanlike.training.same_data import refuse_other_data
 from titanlike.training.step import PendingStep
 
 if TYPE_CHECKING:  # each is imported where a config asks for it
@@ -141,7 +140,10 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
     worker.resources.enter_context(near_device(device))
     watchdog.enter_phase(0, "connect", config.launch.timeout)
     mesh = open_mesh(config, worker)
-    refuse_other_data(config, data, mesh, worker, watchdog.enter_phase)
+    if worker.world_size > 1:
+        from titanlike.training.same_data import refuse_other_data
+
+        refuse_other_data(config, data, mesh, worker, watchdog.enter_phase)
     queue = device_queue(mesh.device)
     watchdog.watch_device(queue)
     metric_names = [*(config.metrics.own or {})]
