@@ -194,8 +194,10 @@ def _until_a_signal(call: Callable[[], ExitCode]) -> ExitCode:
     from titanlike.launch.signals import Interrupted, exit_now, interruptible
 
     try:
-        with interruptible():
-            return call()
+        with interruptible() as received:
+            code = call()
+            # a library that a signal has left in a broken state may have raised another error
+            return 128 + received() if code and received() else code
     except Interrupted as interrupted:
         print(f"\n{interrupted}", file=sys.stderr)
         exit_now(interrupted.exit_code)

@@ -108,7 +108,6 @@ RULES = [
     ("run_dir", f"{'x' * 200}/a", "x" * 201, ""),
     ("logger.group", "x" * 128, "x" * 129, "logger=wandb"),
     ("logger.tags", "[a,b]", f"[{'x' * 65}]", "logger=wandb"),
-    ("hardware.path", "", "no/such/run", "hardware=run"),
     ("numerics.digest_every", "0", "5", "tp=2"),
     ("sample.prompts", "[def]", "[]", "sample.every=3"),
     ("sample.every", "0", "3", "sample.prompts=[def] data=synthetic"),

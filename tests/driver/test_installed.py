@@ -93,7 +93,7 @@ def test_help_lists_the_commands_and_describes_each(environment: Path, tmp_path:
     text = run(environment, "titanlike", "--help", cwd=tmp_path)
     for command in (*JOBS, *TOOLS):
         assert f"\n    {command} " in text
-    for command in ("verify", "sweep"):
+    for command in ("verify", "report"):
         text = run(environment, "titanlike", command, "--help", cwd=tmp_path)
         assert text.startswith(f"usage: titanlike {command} ")
     assert "did you mean verify?" in run(environment, "titanlike", "verfy", cwd=tmp_path, code=2)

@@ -208,7 +208,10 @@ def _perplexity(arguments: argparse.Namespace) -> int:
     """
     run = Path(arguments.run).expanduser()
     keys = [word.partition("=")[0] for word in arguments.settings]
-    is_run = (run / "config.yaml").is_file() or not (run / "config.json").is_file()
+    is_run = (run / "config.yaml").exists()
+    if not is_run and not (run / "config.json").is_file():
+        fix = "write the directory of a run, which has a config.yaml"
+        raise ValueError(f"RUN={run}: is no run directory; {fix}")
     # the run's own path is no other data: it is named to say that it may be read
     own = f"data.path={getattr(read_run(run).data, 'path', None)}" if is_run else ""
     is_other = not is_run or any(
@@ -264,11 +267,7 @@ def _in_layout(arguments: argparse.Namespace, words: list[str]) -> int:
         fix = "give --tasks, or read val_loss_ema in metrics.jsonl"
         raise ValueError(f"--ema: a job in the run's own layout loads its weights; {fix}")
     run = Path(arguments.run).expanduser()
-    path = run / "config.yaml"
-    if not path.exists():
-        fix = "write the directory of a run, which has a config.yaml"
-        raise ValueError(f"RUN={run}: is no run directory; {fix}")
-    config = read_run(run)
+    path, config = run / "config.yaml", read_run(run)
     named, checkpoints = named_outside(config, run), run / "checkpoints"
     if config.checkpoint.folder is None and checkpoints.is_symlink():
         named |= (

@@ -159,8 +159,10 @@ def interruptible(
     report: Callable[[Interrupted], None] | None = None,
     stop: StopRequest | None = None,
     grace: float = GRACE,
-) -> Iterator[None]:
+) -> Iterator[Callable[[], int]]:
     """A context in which a signal that `stop` does not defer raises Interrupted in the main thread.
+
+    Yields a function that returns that signal, 0 = none came.
 
     A main thread inside a C call (a collective whose peer is gone) would raise it late or never:
     after `grace` seconds, or at the next signal, a watcher thread calls `report` and ends the
@@ -168,10 +170,12 @@ def interruptible(
     that the code inside installs replace this one.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # a sweep's launcher may run jobs in threads, where Python allows no handlers
+        yield (
+            lambda: 0
+        )  # a sweep's launcher may run jobs in threads, where Python allows no handlers
         return
     with _SignalWatcher(report, stop or StopRequest(), grace) as watcher:
-        yield
+        yield lambda: watcher.fatal
     if watcher.fatal and not watcher.raised.is_set():  # the body ended before it was raised
         raise Interrupted(watcher.fatal)
 
