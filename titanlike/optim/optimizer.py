@@ -125,7 +125,7 @@ def matrices_of(model: nn.Module) -> set[str]:
     for path, module in model.named_modules():
         own = dict(module.named_parameters(path, recurse=False))
         dims, sizes = {p.dim() for p in own.values()}, {p.shape[:1] for p in own.values()}
-        plain = isinstance(module, (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd))
+        plain = isinstance(module, nn.Linear | nn.Embedding) or hasattr(module, "kernel_size")
         stacks = 3 in dims and min(dims) == 2 and len(sizes) == 1
         norm = path.endswith(("norm", "norms")) or type(module).__name__.endswith("Norm")
         for name, parameter in own.items():
