@@ -4,6 +4,7 @@ rank 0, a log per rank, and no process that remains."""
 from __future__ import annotations
 
 import json
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from support.models import tiny
 from support.paths import ROOT
 from support.run_files import result
 from support.waiting import until
+from support.world import fork_context
 from titanlike.launch import local, signals
 from titanlike.launch.environment import import_path, workers_environment
 from titanlike.launch.local import WorkerProcesses, scratch_folder
@@ -329,6 +331,14 @@ def test_a_full_disk_at_the_start_is_one_line(tmp_path: Path) -> None:
     done = run(["-c", start, *words], tmp_path)
     assert done.returncode == 1 and done.stderr.startswith("a file of the run could not be written")
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_child_that_is_ended_leaves_its_parents_temporary_folder() -> None:
+    """multiprocessing gives a child the folder's path, in which the sockets of its parent are."""
+    child = fork_context().Process(target=signals.exit_now, args=(3,))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 3 and Path(multiprocessing.util.get_temp_dir()).is_dir()
 
 
 @pytest.mark.parametrize("work_left", [300, 0])

@@ -299,9 +299,11 @@ def exit_now(code: int) -> NoReturn:
 
         for child in multiprocessing.active_children():
             child.kill()
-        # of the sockets that their tensors come by; Python removes it at a normal exit alone
-        folder = getattr(multiprocessing.current_process(), "_config", {}).get("tempdir")
-        shutil.rmtree(folder or "", ignore_errors=True)
+        # of the sockets that their tensors come by; Python removes it at a normal exit alone, and a
+        # child of multiprocessing has its parent's
+        if multiprocessing.parent_process() is None:
+            folder = getattr(multiprocessing.current_process(), "_config", {}).get("tempdir")
+            shutil.rmtree(folder or "", ignore_errors=True)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
