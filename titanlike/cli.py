@@ -197,7 +197,9 @@ def _until_a_signal(call: Callable[[], ExitCode]) -> ExitCode:
         with interruptible() as received:
             code = call()
             # a library that a signal has left in a broken state may have raised another error
-            return 128 + received() if code and received() else code
+            if code and received() and code != 128 + received():
+                raise Interrupted(received())
+            return code
     except Interrupted as interrupted:
         print(f"\n{interrupted}", file=sys.stderr)
         exit_now(interrupted.exit_code)
