@@ -18,15 +18,13 @@ import pytest
 import transformers
 import yaml
 
-from support import watched
+from support import forged, watched
 from support.commands import SCRIPTS
-from support.exported import LLAMA, byte_text, trained
-from support.paths import ROOT
-from support.saved_runs import checkpoint, reseal
+from support.forged import Forge, environment, tree, watch
 from titanlike.checkpoint.storage import STATE
 from titanlike.config import received
 from titanlike.config.keys import Paths
-from titanlike.config.schema import VARIANTS, Config, Timeline
+from titanlike.config.schema import VARIANTS, Config
 from titanlike.data.tokenizer import write_tokenizer
 
 # In texts: OUT is a folder outside of the run, with what a forged value could mean there; RUN is the
@@ -144,131 +142,21 @@ TIMELINES: list[tuple[dict[str, Any], str | None]] = [
     ({"config.loss": {"name": "theirs.loss"}}, "no plan: "),
     ({"config.data": {"name": "theirs.rows"}}, "no plan: "),
     ({"config.data.tokenizer": "OUT/tokenizer.json"}, "no plan: "),
-    ({"config.hardware": {"name": "run", "path": "OUT"}}, "no plan: "),
+    ({"config.hardware": {"name": "run", "path": "OUT"}}, ""),
     ({"config.model": {"name": "hf", "path": "OUT/hf"}}, "no plan: "),
     ({"config.run_dir": "OUT"}, ""),
     ({"config": [1]}, ""),
     ({"order": [["F"]]}, ""),
     ({"steps": {"a": 1}}, ""),
     ({"stages": []}, ""),
+    ({"config.model.num_hidden_layers": 10**7}, ""),
+    ({"config.pp": 10**7}, ""),
+    ({"config.batch_size": 10**15}, ""),
+    ({"order": [["F0"] * 10**6] * 2}, ""),
 ]
-SWEEPS = ["OUT", "../outside", "RUN/../outside", "link"]
-URL = "http://127.0.0.1:9/x"
-FOLDERS = {"evaluate": "perplexity", "generate": "samples"}
 
 
-@pytest.fixture(scope="module")
-def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("received") / "run"
-    recorded = Timeline(enabled=True, steps=[1, 1])
-    trained(folder, LLAMA, data=byte_text(folder / "text"), timeline=recorded)
-    return folder
-
-
-@pytest.fixture
-def outside(tmp_path: Path) -> Path:
-    """The working directory: what forged values name is there, and modules that tell on themselves."""
-    folder = tmp_path / "outside"
-    (folder / "checkpoints").mkdir(parents=True)
-    for name in ("theirs", "hydra", "yaml", "triton", "kernels"):
-        (folder / f"{name}.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
-    for name in ("text.txt", "tokenizer.json", "t.jinja", "order.csv", "x.pt", "c.jsonl", "t.bin"):
-        (folder / name).write_text("{}")
-    return folder
-
-
-class Forge:
-    """Copies of a run with a change."""
-
-    def __init__(self, source: Path, tmp_path: Path, outside: Path) -> None:
-        self.source, self.tmp_path, self.outside, self.made = source, tmp_path, outside, 0
-
-    def filled(self, value: Any, run: Path) -> Any:
-        if isinstance(value, dict):
-            return {self.filled(k, run): self.filled(v, run) for k, v in value.items()}
-        if isinstance(value, list):
-            return [self.filled(item, run) for item in value]
-        if not isinstance(value, str):
-            return value
-        return value.replace("OUT", str(self.outside)).replace("RUN", str(run)).replace("URL", URL)
-
-    def run(self) -> Path:
-        run = self.tmp_path / "runs" / f"{self.made}"
-        self.made += 1
-        shutil.copytree(self.source, run)
-        (run / "link").symlink_to(self.outside)
-        (run / "inner").mkdir()
-        (run / "inner" / "a.txt").symlink_to(self.outside / "text.txt")
-        (run / "tokens").mkdir()
-        index = {"format": 1, "dtype": "uint16", "vocab_size": 9, "boundary": 0, "tokenizer": "x"}
-        index |= {"files": [{"name": str(self.outside / "t.bin"), "tokens": 1}]}
-        (run / "tokens" / "index.json").write_text(json.dumps(index))
-        (run / "model").mkdir()
-        (run / "model" / "llama.yaml").write_text("name: theirs.Model\n")
-        state = json.loads((checkpoint(run, 1) / STATE).read_text())
-        config, text = state["config"], str(run / "text" / "text.txt")
-        config["data"] |= {"path": text, "cache": str(run / "text" / "cache")}
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
-        return run
-
-    def config(self, change: dict[str, Any]) -> Path:
-        run = self.run()
-        plain = yaml.safe_load((run / "config.yaml").read_text()) | self.filled(change, run)
-        (run / "config.yaml").write_text(yaml.safe_dump(plain))
-        return run
-
-    def json(self, file: str, change: dict[str, Any]) -> Path:
-        run = self.run()
-        path = run / file
-        plain = json.loads(path.read_text())
-        for key, value in self.filled(change, run).items():
-            *holders, last = key.split(".")
-            place = plain
-            for holder in holders:
-                place = place[holder]
-            place[last] = value
-        path.write_text(json.dumps(plain))
-        if path.name == STATE:
-            reseal(path.parent)
-        return run
-
-
-@pytest.fixture
-def forge(trained_run: Path, tmp_path: Path, outside: Path) -> Forge:
-    return Forge(trained_run, tmp_path, outside)
-
-
-def environment(home: Path) -> dict[str, str]:
-    home.mkdir(exist_ok=True)
-    own = dict.fromkeys(("HOME", "HF_HOME"), str(home))
-    own |= {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    return os.environ | own
-
-
-def watch(forge: Forge, commands: list[list[str]]) -> list[dict[str, Any]]:
-    """What each command did, which has done nothing that it should not."""
-    inside, env = forge.tmp_path / "runs", environment(forge.tmp_path / "home")
-    job = {"outside": str(forge.outside), "inside": str(inside)}
-    before = tree(forge.outside)
-    done = subprocess.run(
-        [sys.executable, "-P", watched.__file__],
-        input=json.dumps(job | {"commands": commands}),
-        **{"cwd": forge.outside, "env": env, "capture_output": True, "text": True, "timeout": 300},
-    )
-    assert done.returncode == 0, done.stderr
-    ends = json.loads(done.stdout.splitlines()[-1])
-    for end in ends:
-        assert end["breaches"] == [], end
-        assert "Traceback" not in end["text"] and end["code"] in (0, 1, 2), end
-        for child in end["children"]:
-            said = str(child["words"]) + child["config"]
-            assert "outside" not in said and "theirs" not in said and URL not in said, end
-    assert tree(forge.outside) == before
-    return ends
-
-
-def tree(folder: Path) -> dict[str, int]:
-    return {str(path): path.lstat().st_mtime_ns for path in folder.rglob("*")}
+trained_run, outside, forge = forged.trained_run, forged.outside, forged.forge
 
 
 def jobs_on(run: Path) -> Iterator[list[str]]:
@@ -363,8 +251,7 @@ def test_evaluating_a_received_run_opens_nothing_else(
     more, log = watched.watch_children(forge.outside, forge.tmp_path / "runs", home)
     before = tree(forge.outside)
     programs = [str(SCRIPTS / "titanlike")], [sys.executable, "-m", "titanlike"]
-    for program, words in zip(programs, jobs_on(run), strict=True):
-        command = [*program, *words]
+    for command in ([*program, *words] for program in programs for words in jobs_on(run)):
         told = {"capture_output": True, "text": True, "timeout": 120}
         done = subprocess.run(command, cwd=forge.outside, env=env | more, **told)
         assert done.returncode == 0 and done.stdout, done.stderr
@@ -422,32 +309,24 @@ def test_files_named_by_a_received_transformers_folder_are_not_opened(forge: For
 
 
 @pytest.mark.slow
-def test_received_timelines_sweeps_and_links_open_nothing_else(forge: Forge) -> None:
+def test_received_timelines_and_links_open_nothing_else(forge: Forge) -> None:
     commands, said = [], []
     for change, text in TIMELINES:
         run = forge.json("timeline.json", change)
         commands += [["timeline", str(run)], ["report", str(run)]]
         said += [text, text]
-    for folder in SWEEPS:
-        sweep = forge.run()
-        job = {"number": 0, "folder": forge.filled(folder, sweep), "overrides": [], "swept": []}
-        header = {"command": "touch ran", "value": "loss", "inner": ""}
-        (sweep / "sweep.jsonl").write_text(f"{json.dumps(header)}\n{json.dumps(job)}\n")
-        commands.append(["sweep", str(sweep)])
-        said.append("its job 0 is not in this folder")
     links: dict[str, Callable[[Path], Path]] = {
-        "is a link, and": lambda run: run / "JOB",
-        "is a link, and ": lambda run: run / "JOB" / "logs" / "rank0.log",
+        "is a link, and": lambda run: run / "perplexity",
+        "is a link, and ": lambda run: run / "perplexity" / "logs" / "rank0.log",
         "checkpoint.folder=OUT/checkpoints": lambda run: run / "checkpoints",
     }
     for text, place in links.items():
-        for command, folder in FOLDERS.items():
-            run = forge.run()
-            link = Path(str(place(run)).replace("JOB", folder))
-            shutil.rmtree(link, ignore_errors=True)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(forge.outside / ("t.bin" if link.suffix else "checkpoints"))
-            commands += [words for words in jobs_on(run) if words[0] == command]
-            said.append(text)
+        run = forge.run()
+        link = place(run)
+        shutil.rmtree(link, ignore_errors=True)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(forge.outside / ("t.bin" if link.suffix else "checkpoints"))
+        commands += jobs_on(run)
+        said.append(text)
     for text, end in zip(said, watch(forge, commands), strict=True):
         assert forge.filled(text, Path()) in end["text"], end

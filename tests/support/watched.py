@@ -1,10 +1,11 @@
-"""`python -P watched.py < JOBS` runs titanlike's commands in this process, and prints what each of them
-opened, wrote, connected to and started, but should not.
+"""`python -P watched.py < JOBS` runs titanlike's commands in this process, and prints what each of
+them opened, wrote, connected to and started, but should not.
 
-JOBS: {"outside": FOLDER, "inside": FOLDER, "commands": [[COMMAND, WORD ...] ...]}. An audit hook sees
-each file, socket and process before it is used. What is in `outside`, and what is written anywhere
-but in `inside`, in HOME and in temporary folders of titanlike's own, is a breach; so is a connection.
-A process of titanlike's is not started, but kept with the config that it would have.
+JOBS: {"outside": FOLDER, "inside": FOLDER, "commands": [[COMMAND, WORD ...] ...]}. A command has 10
+s of the processor and 1 GiB, though not the first, which imports. An audit hook sees each file,
+socket and process before it is used. What is in `outside`, and what is written anywhere but in
+`inside`, in HOME and in temporary folders of titanlike's own, is a breach; so is a connection. A
+process of titanlike's is not started, but kept with the config that it would have.
 
 `watch_children` makes an environment in which every Python is watched, to its end.
 """
@@ -17,6 +18,7 @@ import io
 import json
 import os
 import pkgutil
+import resource
 import signal
 import sys
 import tempfile
@@ -24,7 +26,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-LIMIT = 30  # seconds of a command: it is not to hang
+LIMIT, WAIT = 10, 90  # seconds of the processor, and in all: a command is not to hang
+MEMORY = 1 << 30  # bytes that a command may take
 _PATHS = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 _PATHS += ("os.symlink", "os.link", "os.chmod", "os.truncate", "ctypes.dlopen", "os.utime")
 _IN_FOLDER = ("os.mkdir", "os.remove", "os.rmdir")  # their last argument is a descriptor, or -1
@@ -116,11 +119,16 @@ def main() -> None:
     # the first of a user's programs that draws looks for the fonts of the system by `fc-list`
     importlib.import_module("matplotlib.font_manager")
     sys.addaudithook(watch)
-    ends = []
+    ends: list[dict[str, Any]] = []
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     for command, *words in job["commands"]:
         watch.breaches, watch.children = [], []
         text, code = io.StringIO(), None
-        signal.alarm(LIMIT)
+        if ends:
+            taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, limits[1]))
+        signal.setitimer(signal.ITIMER_PROF, LIMIT if ends else WAIT)
+        signal.alarm(WAIT)
         try:
             with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
                 code = commands[command](words)
@@ -131,15 +139,17 @@ def main() -> None:
         except BaseException:
             text.write(traceback.format_exc())
         signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         end = {"command": [command, *words], "code": code, "text": text.getvalue()}
         ends.append(end | {"breaches": watch.breaches, "children": watch.children})
     print(json.dumps(ends))
 
 
 def _late(*_: object) -> None:
-    raise TimeoutError(f"no end in {LIMIT} s")
+    raise TimeoutError(f"no end in {LIMIT} s of the processor, or {WAIT} s")
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGALRM, _late)
+    signal.signal(signal.SIGPROF, _late)
     main()

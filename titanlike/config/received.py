@@ -53,8 +53,7 @@ def read_run(run: Path) -> Config:
     Raises ValueError for a file that no run has written, OSError.
     """
     path = run / "config.yaml"
-    if path.is_symlink() and not is_inside([str(path)], run):
-        raise ValueError(f"{path}: is a link out of the run; put the file in its place")
+    refuse_links(run, [path])
     try:
         plain = read_yaml(path)
     except ValueError as error:
@@ -175,6 +174,14 @@ def _launched(place: Path) -> dict[str, Any]:
                 named = named_outside(read_run(run), run)
                 return named if known_runs.is_noted(run, named, place) else {}
     return {}
+
+
+def refuse_links(run: Path, files: Iterable[Path] = ()) -> None:
+    """Raise ValueError for a file that is a link out of the run. files: default the records in it,
+    whose content `report` and `timeline` show."""
+    for path in files or (*run.glob("*.json*"), run / "wandb" / "run_url"):
+        if path.is_symlink() and not is_inside([str(path)], run):
+            raise ValueError(f"{path}: is a link out of the run; put the file in its place")
 
 
 def is_inside(texts: Iterable[str], root: str | Path) -> bool:

@@ -342,9 +342,9 @@ class ChatTemplate:
         parse_special: bool = False,
         day: str = "",
     ) -> None:
-        """ends: ids known to end an answer; day: YYYY-MM-DD, "" = today; parse_special: text that spells a special token becomes
-        that token in every message, not in answers alone. Raises ValueError for an invalid
-        template."""
+        """ends: ids known to end an answer; day: YYYY-MM-DD, "" = today; parse_special: text that
+        spells a special token becomes that token in every message, not in answers alone. Raises
+        ValueError for an invalid template."""
         from jinja2 import TemplateSyntaxError, nodes
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -523,13 +523,13 @@ def _refuse(reason: str) -> None:
 
 
 def first_day(run_dir: str | Path = "", keep: str = "") -> str:
-    """The day of a run's first start, YYYY-MM-DD: that kept in run_dir, else `keep`, which is then
-    kept there, else today."""
-    path = Path(run_dir) / "first_day"
-    with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
-        return str(datetime.fromisoformat(file.read(10).decode()).date())
+    """The day of a run's first start, YYYY-MM-DD: that kept in run_dir, or in its parent for a job
+    on a run, else `keep`, which is then kept there, else today."""
+    for folder in (Path(run_dir), Path(run_dir).parent) if run_dir else ():
+        with contextlib.suppress(OSError, ValueError), open_regular(folder / "first_day") as file:
+            return str(datetime.fromisoformat(file.read(10).decode()).date())
     if keep:
-        atomic_write_text(path, keep)
+        atomic_write_text(Path(run_dir) / "first_day", keep)
     return keep or str(datetime.now().date())
 
 
@@ -595,17 +595,19 @@ def _limited(seconds: int = _SECONDS) -> Iterator[None]:
     def late(*_: Any) -> None:
         raise ValueError(f"it takes more than {seconds} s")
 
-    timed = threading.current_thread() is threading.main_thread() and not signal.alarm(0)
+    timed = threading.current_thread() is threading.main_thread()
+    timed = timed and not any(signal.getitimer(signal.ITIMER_REAL))  # else another's limit holds
     before = signal.signal(signal.SIGALRM, late) if timed else None
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError, ValueError):  # a lower one is there already
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30, limits[1]))
     try:
-        signal.alarm(seconds if timed else 0)
+        if timed:
+            signal.alarm(seconds)
         yield
     finally:
-        signal.alarm(0)
         if timed:
+            signal.alarm(0)
             signal.signal(signal.SIGALRM, before)
         resource.setrlimit(resource.RLIMIT_AS, limits)

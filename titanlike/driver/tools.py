@@ -168,13 +168,14 @@ def timeline(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object a run")
     parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
     flags = parser.parse_args(argv)
-    from titanlike.config.received import Consent
+    from titanlike.config.received import Consent, refuse_links
     from titanlike.planning.timeline_report import as_data, as_text, report_of
 
     consent = Consent(line=argv, trusted=flags.trust_code)
     reports: list[tuple[str, TimelineReport]] = []
     try:
         for run in flags.runs:
+            refuse_links(run)
             reports.append((str(run), report_of(run, consent)))
         if flags.json:
             lines = [json.dumps(as_data(report)) for _, report in reports]
@@ -192,7 +193,7 @@ def timeline(argv: list[str]) -> int:
 
 def report(argv: list[str]) -> int:
     """Return the exit code: 0; 2 for a folder that is not a run's."""
-    from titanlike.config.received import Consent
+    from titanlike.config.received import Consent, refuse_links
     from titanlike.metrics.report import FILE, write_reports
     from titanlike.planning.run_charts import run_charts
 
@@ -207,6 +208,8 @@ def report(argv: list[str]) -> int:
     out = flags.out or (flags.runs[0] / FILE if len(flags.runs) == 1 else Path(FILE))
 
     def write() -> int:
+        for run in flags.runs:
+            refuse_links(run)
         charts_of = partial(run_charts, planned=Consent((), argv, flags.trust_code))
         print(f"written: {write_reports(out, dict.fromkeys(flags.runs, ''), charts_of)}")
         return 0

@@ -152,7 +152,8 @@ def report_of(run: Path, consent: Consent = _NONE) -> TimelineReport:
         except ValueError as error:
             print(f"no plan: {error}", file=sys.stderr)
             return report
-        report.estimate = make_estimate(config, likely_hardware(config))
+        if config.pp == len(report.timeline.order):  # else it is no config of this timeline
+            report.estimate = make_estimate(config, likely_hardware(config))
     return report
 
 
