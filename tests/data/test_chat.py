@@ -6,7 +6,7 @@ import gzip
 import json
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from support.exported import LLAMA, trained
 from support.models import tiny
 from support.world import run_world
 from titanlike.checkpoint.hf_export import export
-from titanlike.config.schema import ChatData, Config, Sample
+from titanlike.config.schema import ChatData, Config, Sample, TextData, Validation
 from titanlike.data import registry
 from titanlike.data.chat import BUILT_IN, BadConversation, ChatTemplate, find_template
 from titanlike.data.registry import DataError, open_data
@@ -77,6 +77,11 @@ def test_a_template_gets_the_day_of_the_runs_first_start(
     assert torch.equal(first, ids(2)), "resumed on another day"
     shutil.rmtree(tmp_path / "cache")
     assert torch.equal(first, ids(3)), "on a machine without the cache"
+    assert torch.equal(first, ids(4, replace(config, run_dir=str(tmp_path / "run/perplexity"))))
+    (tmp_path / "a.txt").write_text("some text\n" * 200)
+    plain = TextData(path=str(tmp_path / "a.txt"), cache=config.data.cache, documents=True)
+    beside = Validation(data={"chats": {"name": "chat", **asdict(config.data)}})
+    assert len(ids(5, replace(config, data=plain, validation=beside))) == 160
     other = replace(config, run_dir=str(tmp_path / "other"))
     assert not torch.equal(first, ids(3, other)), "a run of its own"
     later = run_world(ids_of_rank, replace(other, dp=2), tmp_path / "later")

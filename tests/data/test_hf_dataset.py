@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,10 @@ def test_a_hub_dataset_is_tokenized_like_its_texts(kind: str, tmp_path: Path) ->
     """In their order, whatever files it has; streamed or not; without null and empty rows."""
     path = saved(kind, tmp_path / "saved")
     expected = sequences(as_text(tmp_path))
+    if kind == "splits":  # what `map` leaves there
+        shutil.copy(next((path / "train").glob("data-*.arrow")), path / "train" / "cache-1.arrow")
+        with pytest.raises(DataError, match=r"data.split=.* write data.split=train data.rows=N"):
+            open_data(config(path, tmp_path / "some", split="train[:10%]"))
     for streaming in (True, False) if kind == "parquet" else (True,):
         cache = tmp_path / f"cache {streaming}"
         found = config(path, cache, streaming=streaming)

@@ -67,7 +67,7 @@ def test_what_is_held_out_is_never_trained_on(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["text", "reshuffled", "token_files", *MAPPED[:-1]])
+@pytest.mark.parametrize("kind", ["text", "reshuffled", "once", "token_files", *MAPPED[:-1]])
 def test_every_layout_and_resume_reads_the_same_samples(kind: str, tmp_path: Path) -> None:
     """Also in later epochs, in which what is held out is left out."""
     one, two = (of_source(kind, tmp_path, dp=dp, workers=w) for dp, w in ((1, 0), (2, 1)))
@@ -147,6 +147,7 @@ def test_an_id_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
     said = "has the id 6[0-3] in 'inputs', and the model has 60; return ids from 0 to 59"
     with pytest.raises(RankError, match=said):
         run_world(train, config, tmp_path)
+    assert len([*open_data(config).train]) == 360, "a loop over it ends"
     unknown = replace(config, model=Model("llama", {**LLAMA, "vocab_size": None}))
     with pytest.raises(ConfigError, match="write model.vocab_size=64, or let the function return"):
         resolve_model(unknown)

@@ -139,7 +139,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
 
 def test_every_epoch_has_every_sample_once_in_a_new_order(tmp_path: Path) -> None:
     nothing_held = Validation(every=0)
-    for kind in ("stateful", "generator", "dividing"):
+    for kind in ("stateful", "generator", "dividing", "once"):
         config = of_source(kind, tmp_path, validation=nothing_held)
         source = open_data(config).train
         per_epoch = SAMPLES // config.batch_size
@@ -208,6 +208,12 @@ WRONG = {
 def test_a_wrong_stream_is_an_error_before_the_first_step(kind: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=WRONG[kind]):
         open_data(of_source(kind, tmp_path))
+
+
+def test_a_state_that_cannot_be_saved_later_is_named_as_at_the_beginning(tmp_path: Path) -> None:
+    config = of_source("unsaved_later", tmp_path)
+    with pytest.raises(DataError, match=r"data.name=.* cannot be saved: .*\['lock'\] is a builtin"):
+        rows_of(open_data(config).train, config, 0, 0, 30)
 
 
 def test_a_corpus_of_which_all_is_held_out_is_an_error(tmp_path: Path) -> None:

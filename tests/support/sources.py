@@ -101,6 +101,20 @@ class Reshuffled(Stateful):
         self._next = 0
 
 
+class Once(Stateful):
+    """An iterator, which has one end, and goes on from where a state has put it."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self
+
+    def __next__(self) -> Sample:
+        seq_len, samples, reader, readers = self._args
+        if (n := reader + self._next * readers) >= samples:
+            raise StopIteration
+        self._next += 1
+        return sample(n, seq_len)
+
+
 class Numbered:
     """A map-style dataset of a reader's samples."""
 
@@ -136,6 +150,10 @@ def stateful(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) ->
 
 def reshuffled(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) -> Data:
     return _data(Reshuffled(seq_len, samples, reader, readers))
+
+
+def once(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) -> Data:
+    return _data(Once(seq_len, samples, reader, readers))
 
 
 def stateful_loader(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) -> Data:
@@ -194,12 +212,20 @@ def other_shape(seq_len: int, reader: int, readers: int) -> Data:
 
 
 class _Unsaved(Stateful):
+    def __init__(self, first: int, *args: int) -> None:
+        super().__init__(*args)
+        self._first = first
+
     def state_dict(self) -> dict[str, Any]:
-        return {"lock": open}
+        return {"next": self._next, "lock": open if self._next >= self._first else None}
 
 
 def unsaved(seq_len: int, reader: int, readers: int) -> Data:
-    return _data(_Unsaved(seq_len, SAMPLES, reader, readers))
+    return _data(_Unsaved(0, seq_len, SAMPLES, reader, readers))
+
+
+def unsaved_later(seq_len: int, reader: int, readers: int) -> Data:
+    return _data(_Unsaved(12, seq_len, SAMPLES, reader, readers))
 
 
 # --- corpora ---

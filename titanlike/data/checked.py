@@ -6,7 +6,7 @@ Shapes: B samples in a batch, T tokens in a sample, or in the longest sample of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,7 +28,6 @@ from titanlike.data.sources import (
     sample_hash,
     spread,
     stack,
-    with_real_tokens,
 )
 from titanlike.torch_private.loader_worker import read_as_part
 
@@ -83,6 +82,9 @@ class CheckedSource:
         """Read a sample; i: its index, in a later epoch plus epoch * len(self)."""
         return self.__getitems__([i])[0]
 
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self.__getitem__, range(len(self)))  # [i] has no end: it goes on with epoch 1
+
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """Read a batch of samples, as torch's loader does. What a sample draws from the global
         generators depends on the seed, its epoch and index alone."""
@@ -135,7 +137,7 @@ class CheckedSource:
     def collate(self, samples: list[Batch]) -> Batch:
         """Stack samples to a batch [B, ...], padded where lengths differ."""
         if self.variable is None:
-            return with_real_tokens(stack(samples))
+            return stack(samples)
         bucket, longest = self.variable.bucket, max(len(sample["inputs"]) for sample in samples)
         return self._padded(samples, min(-(-longest // bucket) * bucket, self._seq_len))
 
@@ -176,6 +178,8 @@ class CheckedSource:
             reason = f"has no {missing[0]!r} (it has {', '.join(map(str, sample)) or 'nothing'})"
             raise self._wrong(i, reason, form)
         for name, value in sample.items():
+            if not isinstance(name, str):
+                raise self._wrong(i, f"has a field named {name!r}", "name fields by texts")
             if not isinstance(value, Tensor):
                 remedy = "convert it with torch.as_tensor"
                 raise self._wrong(i, f"has a {type(value).__name__} as {name!r}", remedy)

@@ -1,5 +1,5 @@
-"""Random numbers that samples draw: from torch's, numpy's and Python's global generators, seeded for
-each sample, so that every rank, layout, loader process and resume draws the same."""
+"""Random numbers that samples draw: from torch's, numpy's and Python's global generators, seeded
+for each sample, so that every rank, layout, loader process and resume draws the same."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def number_of(*key: object) -> int:
 
 
 class Draws:
-    """A context for reading samples, after which the process's generators, such as dropout's, are as
-    before. Takes some 70 us, and 30 us for each `seed`."""
+    """A context for reading samples, after which the process's generators, such as dropout's, are
+    as before. Takes some 70 us, and 30 us for each `seed`."""
 
     def __init__(self) -> None:
         self._own = np.random.MT19937()  # swapped in: copying numpy's state takes 0.4 ms

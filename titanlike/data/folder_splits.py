@@ -1,5 +1,6 @@
-"""The files of a folder as Hugging Face's `datasets` lays it out, by split: what `save_to_disk` wrote,
-and a repository of the hub, whose README.md (the card) and names of files say what is of which.
+"""The files of a folder as Hugging Face's `datasets` lays it out, by split: what `save_to_disk`
+wrote, and a repository of the hub, whose README.md (the card) and names of files say what is of
+which.
 
 The library itself would open whatever a card or a state.json names, files and servers anywhere;
 here they only choose among the files that were found in the folder.
@@ -46,6 +47,25 @@ def split_names(folder: Path) -> list[str] | None:
     except (OSError, ValueError) as error:
         reason = str(error)
     raise DataError("data.path", folder, reason, "save it again, or give the folder of one split")
+
+
+def saved_files(folder: Path) -> list[Path]:
+    """Return the Arrow files of a split that save_to_disk wrote, in their order; what `map` has
+    cached may lie beside them. Raises DataError."""
+    try:
+        listed: Any = read_object(folder / "state.json").get("_data_files")
+        files = [folder / Path(str(one["filename"])).name for one in listed]
+    except (OSError, ValueError, TypeError, KeyError):
+        files = []
+    missing = next((file.name for file in files if not file.is_file()), None)
+    if files and missing is None:
+        return files
+    reason = (
+        f"{missing}, in its state.json, is no regular file"
+        if files
+        else "its state.json has no files"
+    )
+    raise DataError("data.path", folder, reason, "save it again, with save_to_disk")
 
 
 def folder_splits(

@@ -22,7 +22,7 @@ import numpy as np
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, HFData, TokenData
-from titanlike.data.folder_splits import folder_splits, split_names
+from titanlike.data.folder_splits import folder_splits, saved_files, split_names
 from titanlike.data.kinds import DataError, Vocabulary, missing_package
 from titanlike.data.text import (
     cache_key,
@@ -220,6 +220,12 @@ def _opened(data: HFData) -> Any:
             options: dict[str, Any] = {"revision": data.revision, "streaming": data.streaming}
             rows = datasets.load_dataset(data.path, data.subset, split=data.split, **options)
         elif any((place / name).exists() for name in SAVED):
+            if not re.fullmatch(r"\w[\w.]*", data.split):
+                reason, fix = (
+                    "save_to_disk's folders are read by split",
+                    "data.split=train data.rows=N",
+                )
+                raise DataError("data.split", data.split, reason, fix)
             files = _of_split(_saved_splits(place), data)
             rows = datasets.concatenate_datasets([datasets.Dataset.from_file(f) for f in files])
         else:
@@ -243,7 +249,7 @@ def _saved_splits(folder: Path) -> dict[str, list[str]]:
     """Return the Arrow files of a save_to_disk folder, by split; "" = it has no splits."""
     names = split_names(folder)
     places = {"": folder} if names is None else {name: folder / name for name in names}
-    return {n: [*map(str, files_under(place, (".arrow",)))] for n, place in places.items()}
+    return {name: [*map(str, saved_files(place))] for name, place in places.items()}
 
 
 def _local_splits(place: Path, subset: str | None) -> tuple[str, dict[str, list[str]]]:

@@ -37,7 +37,7 @@ from titanlike.data.draws import number_of
 from titanlike.data.kinds import loader_workers
 from titanlike.data.order import GlobalBatchSampler, RampBatchSampler
 from titanlike.data.registry import SHARED_MEMORY, free_shared_memory, open_data
-from titanlike.data.sources import REAL, Batch, Data, Source, Stream, stack
+from titanlike.data.sources import REAL, Batch, Data, Source, Stream, stack, with_real_tokens
 from titanlike.launch.signals import die_with_parent
 from titanlike.metrics.units import size
 
@@ -64,12 +64,14 @@ def batches(
     )
     if loader_workers(config.data):
         get_temp_dir()  # else each process makes one, which stays when it is killed
+    padded = collate(source) is not stack  # perhaps: samples of a user's own
+    mark = with_real_tokens if padded and (used is None or REAL in used) else None
     if isinstance(source, Stream):
-        padded = getattr(source, "collate", stack) is not stack
         if used is not None and not (used if padded else used - {REAL}):
             return _received(source.unread(config, start_step), config, start_step)
-        stream = source.stream(config, dp_rank, start_step, making)
-        return _received(stream, config, start_step)
+        read = source.stream(config, dp_rank, start_step, making)
+        received = _received(read, config, start_step)
+        return map(mark, received) if mark else received
     if hasattr(source, "batch_sampler"):
         sampler = source.batch_sampler(config, dp_rank, start_step)
     else:
@@ -83,7 +85,9 @@ def batches(
         stream = iter(loader)
     except OSError as error:  # from creating its semaphores
         raise _not_sent(config, str(error)) from None
-    return _received(stream, config, start_step) if loader.num_workers or config.ramp else stream
+    if loader.num_workers or config.ramp:
+        stream = _received(stream, config, start_step)
+    return map(mark, stream) if mark else stream
 
 
 def _received(stream: Iterable[Any], config: Config, step: int) -> Iterator[Batch]:
@@ -129,7 +133,7 @@ def validation_batches(
         yield collate(source)([source[min(i, last)] for i in range(start, start + local)])
 
 
-def collate(source: Source) -> Callable[[list[Batch]], Batch]:
+def collate(source: Source | Stream) -> Callable[[list[Batch]], Batch]:
     """Return the function that stacks a source's samples to a batch."""
     return getattr(source, "collate", stack)
 

@@ -27,7 +27,7 @@ from titanlike.data.kinds import DataError
 from titanlike.data.readers import held_out_problems, reader_problems
 from titanlike.data.sources import Batch, Data
 from titanlike.data.stream_nodes import Repeated, State, hash_of
-from titanlike.data.stream_source import HeldOutSource, StreamSource
+from titanlike.data.stream_source import HeldOutSource, StreamSource, not_saved
 from titanlike.torch_private.loader_worker import read_as_part
 
 _TRIED = (2, 5, 10)  # states after so many samples are tried, up to the last of these
@@ -44,7 +44,7 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     held: Any = opened.validation
     if held is not None:
         held = checked_source(held, "validation", data.name, config, opened.variable)
-    opener = _Opener(call, checks, config.seed, data.args.get("repeat", True))
+    opener = _Opener(call, checks, config, config.seed, data.args.get("repeat", True))
     together = opened.variable is None
     train = StreamSource(config, readers, opener, {}, collate=checks.collate, together=together)
     opener.count_sample = train.count_sample
@@ -75,6 +75,7 @@ class _Opener:
 
     call: Call
     checks: CheckedSource
+    config: Config
     seed: int
     repeat: bool
     by_place = True
@@ -92,8 +93,8 @@ class _Opener:
         return stream[0] if isinstance(stream, tuple) else stream
 
     def try_first_samples(self, readers: int) -> None:
-        """Read the first samples of reader 0 twice, and again from a state. Sets `restores`, and the
-        sample that others are compared with. Raises DataError if samples differ, or the state
+        """Read the first samples of reader 0 twice, and again from a state. Sets `restores`, and
+        the sample that others are compared with. Raises DataError if samples differ, or the state
         cannot be saved."""
 
         def read(node: OwnRows, begin: int, end: int) -> list[int]:
@@ -118,11 +119,7 @@ class _Opener:
             try:  # reading on may change the original
                 states[place] = state_json.loads(state_json.dumps(node.state_dict()))
             except state_json.NotJson as what:
-                reason = f"the state of its stream cannot be saved: {what}"
-                fix = (
-                    "return numbers, texts, lists, dicts, arrays and tensors alone from state_dict"
-                )
-                raise DataError("data.name", self.checks.name, reason, fix) from None
+                raise not_saved(self.config, str(what)) from None
         hashes += read(node, len(hashes), _TRIED[-1])
         pairs = zip_longest(hashes, read(OwnRows(self, 0, readers), 0, _TRIED[-1]))
         for number, (first, again) in enumerate(pairs):
@@ -136,8 +133,8 @@ class _Opener:
 
 
 class OwnRows(BaseNode[Any]):
-    """The items of a reader's stream. Without `state_dict` and `load_state_dict`, or where these do
-    not bring it back, each epoch opens it anew, and a resume reads forward to its place.
+    """The items of a reader's stream, which each epoch opens anew. Without `state_dict` and
+    `load_state_dict`, or where these do not bring it back, a resume reads forward to its place.
 
     What an item draws from the global generators depends on the seed, the reader, the epoch and the
     item's place in it alone.
@@ -160,9 +157,7 @@ class OwnRows(BaseNode[Any]):
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
         opener, state = self._opener, initial_state or {"count": 0, "state": None}
-        if not (opener.restores and self.has_state):
-            self.stream = opener.stream(self._reader, self._readers)
-        stream = self.stream
+        stream = self.stream = opener.stream(self._reader, self._readers)
         module = type(stream).__module__.partition(".")[0]
         if module == "datasets" and self._readers > 1:
             from datasets.distributed import split_dataset_by_node
@@ -211,7 +206,8 @@ class OwnRows(BaseNode[Any]):
 
     @property
     def has_state(self) -> bool:
-        return isinstance(self.stream, BaseNode) or hasattr(self.stream, "load_state_dict")
+        both = hasattr(self.stream, "load_state_dict") and hasattr(self.stream, "state_dict")
+        return isinstance(self.stream, BaseNode) or both
 
 
 def _has_shuffle_buffer(stream: Any) -> bool:

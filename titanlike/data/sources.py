@@ -94,16 +94,17 @@ def stack(samples: list[Batch]) -> Batch:
 
 
 def with_real_tokens(batch: Batch) -> Batch:
-    """Add `REAL` to a batch of sequences that does not have it: padding is what a `mask` [B, T]
-    excludes, else what ends a sequence: tokens without a target that repeat the last one."""
+    """Add `REAL` to a batch of sequences that does not have it: padding is what a `mask` [B, T] of
+    bool or int excludes, else two tokens or more at a sequence's end that are alike and without a
+    target."""
     inputs, targets, mask = batch["inputs"], batch["targets"], batch.get("mask")
     if REAL in batch or inputs.dim() not in (2, 3) or inputs.shape[:2] != targets.shape:
         return batch
-    if mask is not None and mask.shape == targets.shape:
+    if mask is not None and mask.shape == targets.shape and not mask.is_floating_point():
         return batch | {REAL: mask.bool()}
     alike = (inputs == inputs[:, -1:]).reshape(*targets.shape, -1).all(2)
     padding = (alike & (targets == IGNORE)).long().flip(1).cumprod(1).flip(1)
-    return batch | {REAL: padding == 0}
+    return batch | {REAL: (padding == 0) | (padding.sum(1, keepdim=True) < 2)}
 
 
 @dataclass(frozen=True)
@@ -207,12 +208,12 @@ def fingerprint_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]
     return [f"{key}: {now.get(key)}, was {saved.get(key)}" for key in dict.fromkeys(keys)]
 
 
-def source_fingerprint(source: Source, samples: bool = False) -> str:
-    """Return a text that identifies a source's content. samples: read some, even if it has a
-    fingerprint of its own, which reads megabytes."""
-    if hasattr(source, "fingerprint") and not samples:
+def source_fingerprint(source: Source, before: Callable[[], object] | None = None) -> str:
+    """Return a text that identifies a source's content. before: called before each sample; with it,
+    samples are read even if the source has a fingerprint of its own, which reads megabytes."""
+    if hasattr(source, "fingerprint") and before is None:
         return source.fingerprint()
-    text = f"{len(source):,} samples, {samples_hash(source)}"
+    text = f"{len(source):,} samples, {samples_hash(source, before or (lambda: None))}"
     if (lengths := getattr(source, "lengths", None)) is not None:
         lengths = np.asarray(lengths)
         text += f", lengths {numbers_hash(len(lengths), lambda a, n: lengths[a : a + n])}"
@@ -234,9 +235,12 @@ def numbers_hash(count: int, read: Callable[[int, int], np.ndarray]) -> str:
     return hasher.hexdigest()
 
 
-def samples_hash(source: Source) -> str:
-    """Hash some samples, evenly spread."""
-    hashes = [sample_hash(source, i) for i in spread(len(source), _SAMPLES)]
+def samples_hash(source: Source, before: Callable[[], object] = lambda: None) -> str:
+    """Hash some samples, evenly spread. before: called before each."""
+    hashes = []
+    for i in spread(len(source), _SAMPLES):
+        before()
+        hashes.append(sample_hash(source, i))
     return xxhash.xxh3_64_hexdigest(" ".join(hashes).encode())
 
 

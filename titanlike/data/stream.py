@@ -130,12 +130,15 @@ def _token_section(data: StreamData) -> TokenData:
 
 
 def read_by_index(data: StreamData) -> TextData | HFData | TokenData:
-    """Return the section that reads all of the text, once and to its end. Not of several sources."""
+    """Return the section that reads all of the text, once and to its end. Not of several
+    sources."""
     if _token_files(data) is not None:
         return _token_section(data)
     common: dict[str, Any] = {k: getattr(data, k) for k in ("text_key", "tokenizer", "documents")}
     rows = _dataset(data)
-    return TextData(path=data.path, **common) if rows is None else rows
+    if rows is None:
+        return TextData(path=data.path, **common)
+    return replace(rows, documents=data.documents)
 
 
 def _dataset(data: StreamData) -> HFData | None:

@@ -32,10 +32,10 @@ from titanlike.data.kinds import DataError
 from titanlike.data.mixture import Points, weight_at
 from titanlike.data.order import shuffled_index, splitmix64
 from titanlike.data.text import (
-    COMPRESSED,
     TABLES,
     BadRecord,
     documents,
+    is_compressed,
     jsonl_text,
     kind_of_file,
     opened,
@@ -134,7 +134,8 @@ class Rows(BaseNode[Row]):
 
 
 def _first_line(file: Any, part: Part) -> int:
-    """Seek to the first line that begins within a part, or to the part's end; return the position."""
+    """Seek to the first line that begins within a part, or to the part's end; return the
+    position."""
     file.seek(max(0, part.start - 1))
     if part.start:
         file.readline(part.stop - part.start + 1)
@@ -181,12 +182,13 @@ def _pieces(part: Part, offset: int, _: str) -> Iterator[tuple[Row, int]]:
 
 
 def parts_of(files: Sequence[Path], readers: int) -> list[Part]:
-    """Return the parts to divide among readers: files; large text and JSONL files are cut by bytes."""
+    """Return the parts to divide among readers: files; large text and JSONL files are cut by
+    bytes."""
     sizes = [os.stat(file).st_size for file in files]
     largest = min(max(sum(sizes) // (8 * readers), 1 << 10), 1 << 26)
     parts = []
     for file, size in zip(files, sizes, strict=True):
-        plain = file.suffix.lower() not in (*COMPRESSED, *TABLES, ".json")
+        plain = file.suffix.lower() not in (*TABLES, ".json") and not is_compressed(file)
         if not plain or (size <= largest and kind_of_file(file) != ".jsonl"):
             parts.append(Part(str(file), 0, size, True))
             continue
@@ -414,7 +416,8 @@ class Mixed(BaseNode[Any]):
 
 
 class Indexed(BaseNode[Any]):
-    """A reader's share of an epoch of a map-style source, in a random order that differs by epoch."""
+    """A reader's share of an epoch of a map-style source, in a random order that differs by
+    epoch."""
 
     epoch = 0
 
@@ -435,9 +438,3 @@ class Indexed(BaseNode[Any]):
 
     def get_state(self) -> State:
         return {"count": self._count}
-
-
-def node_of(stream: Any) -> BaseNode[Any]:
-    """Return a node unchanged, any other iterable as one. An iterable without `state_dict` and
-    `load_state_dict` is read forward on a resume."""
-    return stream if isinstance(stream, BaseNode) else IterableWrapper(stream)

@@ -220,7 +220,7 @@ class StreamSource(Stream):
     def restore(self, entries: Mapping[str, Tensor]) -> None:
         """Load the readers' states from checkpoint entries, and what the run holds out. Raises
         DataError if a reader's first sample changed."""
-        self._heads, self._held_anywhere = {}, None
+        before = dict(self._run_holds), dict(self._firsts)
         for name, entry in entries.items():
             if name.startswith(_HELD):
                 items, *hashes = entry.tolist()
@@ -230,6 +230,11 @@ class StreamSource(Stream):
             self._states.setdefault(content["step"], {})[reader] = entry
             if not data_changed(self.config.data):
                 self._firsts[reader] = content["first"]
+        if (
+            self._run_holds,
+            self._firsts,
+        ) != before:  # as a run is resumed; a rollback changes nothing
+            self._heads, self._held_anywhere = {}, None
         for reader in self._firsts:
             self.head(reader)
 
@@ -252,6 +257,7 @@ class StreamSource(Stream):
         raw.reset()
         size = self.held_batches * each
         items, known = self._run_holds.get(reader, (0, set[int]()))
+        seen = 0  # of hashes
         resumed = reader in self._run_holds and not data_changed(self.config.data)
         held = 0  # samples of which the run holds out everything
         while len(samples) < max(1, size):
@@ -260,7 +266,8 @@ class StreamSource(Stream):
             if (item := next(raw, None)) is None:
                 break
             samples.append(self.finish(item))
-            held += held == len(samples) - 1 and known.issuperset(hashes)
+            held += held == len(samples) - 1 and known.issuperset(hashes[seen:])
+            seen = len(hashes)
             self.count_sample()
         if not samples:
             raise self.too_short(reader)
@@ -288,8 +295,9 @@ class StreamSource(Stream):
         return Head(first, samples[:size], items, known)
 
     def leaves_out(self, reader: int, item: Any, epoch: int, place: int | None) -> bool:
-        """Return whether a reader's item is held out: in its first epoch what its own head has, later
-        what that of any reader has, since what a reader reads may be another's in each epoch."""
+        """Return whether a reader's item is held out: in its first epoch what its own head has,
+        later what that of any reader has, since what a reader reads may be another's in each
+        epoch."""
         head = self.head(reader)
         if self.open_reader.by_place and place is not None and place < head.items:
             return True
@@ -363,6 +371,8 @@ class ReaderGroup(IterableDataset[Block]):
             yield from self._blocks(readers)
         except Refused as error:
             yield Block({}, None, True, error)
+        except state_json.NotJson as what:
+            yield Block({}, None, True, not_saved(self._config, str(what)))
 
     def _blocks(self, readers: Sequence[int]) -> Iterator[Block]:
         source = self._source
@@ -412,8 +422,15 @@ class ReaderGroup(IterableDataset[Block]):
 # --- states ---------------------------------------------------------------------------------------
 
 
+def not_saved(config: Config, what: str) -> DataError:
+    """Return the error for a stream of a user's own whose state has a part of another type."""
+    reason = f"the state of its stream cannot be saved: {what}"
+    fix = "return numbers, texts, lists, dicts, arrays and tensors alone from state_dict"
+    return DataError("data.name", config.data.name, reason, fix)
+
+
 def dumped(state: Any, first: int, step: int) -> Tensor:
-    """Return a reader's state after a step as a checkpoint's entry: JSON, uint8."""
+    """Return a reader's state after a step as a checkpoint's entry, uint8."""
     data = state_json.dumps({"state": state, "first": first, "step": step})
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 

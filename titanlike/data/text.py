@@ -36,7 +36,7 @@ import numpy as np
 from titanlike.config.errors import Problem, as_override
 from titanlike.config.files import open_regular, read_object
 from titanlike.config.schema import ChatData, Config, HFData, MixtureData, StreamData, TextData
-from titanlike.data.folder_splits import split_names
+from titanlike.data.folder_splits import saved_files, split_names
 from titanlike.data.kinds import DataError, Vocabulary, missing_package
 from titanlike.data.order import is_for_validation
 from titanlike.data.token_files import TokenFile
@@ -54,6 +54,7 @@ SUFFIXES = frozenset(
     + (".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh", ".sql")
 )
 COMPRESSED = (".gz", ".zst")
+_GZIP, _ZSTD = b"\x1f\x8b", b"(\xb5/\xfd"  # what such a file begins with
 
 # Skipped folders of the standard library: installed packages and tests.
 SKIPPED = frozenset(
@@ -169,7 +170,7 @@ def corpus_files(root: Path, suffixes: Collection[str]) -> list[Path]:
             raise DataError("data.path", root, reason, fix)
         root = root / "train"
     saved = (root / "state.json").is_file() and (root / "dataset_info.json").is_file()
-    return files_under(root, (".arrow",) if saved else suffixes, compressed=True)
+    return saved_files(root) if saved else files_under(root, suffixes, compressed=True)
 
 
 def files_under(
@@ -444,6 +445,12 @@ def kind_of_file(path: Path) -> str:
     return inner.suffix.lower()
 
 
+def is_compressed(path: Path) -> bool:
+    """Return whether a file is gzip or zstd, whatever its name says."""
+    with open_regular(path) as file:
+        return file.read(4).startswith((_GZIP, _ZSTD))
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, decompressing it. Raises DataError for a missing package, ValueError for a
@@ -453,11 +460,11 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         if size and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size:
             raise ValueError("has holes, which no text has")
         file.seek(0)
-        magic = cast(io.BufferedReader, file).peek(4)[:4]
-        if magic[:2] == b"\x1f\x8b":
+        magic = cast(io.BufferedReader, file).peek(4)
+        if magic.startswith(_GZIP):
             # a BufferedIOBase, in typeshed not an IO
             yield cast(IO[bytes], gzip.GzipFile(fileobj=file))
-        elif magic == b"(\xb5/\xfd":
+        elif magic.startswith(_ZSTD):
             try:
                 from zstandard import ZstdDecompressor
             except ImportError:

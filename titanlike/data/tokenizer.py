@@ -263,8 +263,8 @@ class JsonTokenizer:
 
 
 def unbounded(content: bytes) -> str:
-    """Return why a tokenizer.json could take any time or memory for a short text; "" if it does not.
-    Raises ValueError, RecursionError for other content."""
+    """Return why a tokenizer.json could take any time or memory for a short text; "" if it does
+    not. Raises ValueError, RecursionError for other content."""
     described = parse_json(content)
     if not isinstance(described, dict):
         return "not an object"

@@ -121,7 +121,7 @@ def _places(section: Any) -> set[Path]:
 
 def open_sets(data: Data, config: Config) -> Data:
     """Return the training data with the sets of `validation.data`. Raises DataError."""
-    from titanlike.data.sources import ENDLESS, Stream
+    from titanlike.data.sources import ENDLESS, REAL, Stream
 
     sets: dict[str, Source] = {}
     for name, section in sections(config).items():
@@ -139,7 +139,11 @@ def open_sets(data: Data, config: Config) -> Data:
         known = [] if isinstance(data.train, Stream) else [data.train, opened.validation]
         same_lengths = data.variable is opened.variable is None
         forms = [
-            {n: f"{list(x.shape) if same_lengths else ''} {x.dtype}" for n, x in one[0].items()}
+            {
+                name: f"{list(x.shape) if same_lengths else ''} {x.dtype}"
+                for name, x in one[0].items()
+                if name != REAL
+            }
             for one in known
         ]
         if (data.variable is None) != (opened.variable is None) or forms[:1] != forms[1:]:

@@ -67,7 +67,7 @@ _PATIENCE = 5.0  # seconds without progress on a device until peers' errors are 
 _PEER_INTERVAL = 2.0  # and between two checks
 _REPORTERS = 2  # ranks that report a hang: one of them may hang itself
 _MOST_BEATS = 200.0  # limit of heartbeats per second, of all ranks, on a file server
-_READING = ("data", "load")  # phases in which samples may be read for a long time
+_READING = ("data", "load", "evaluation")  # phases in which samples may be read for long
 # keys of the timeouts of phases, for the error text; others: launch.timeout
 _KEYS = dict.fromkeys(("load", "save", "export"), "checkpoint.timeout")
 

@@ -22,7 +22,7 @@ from titanlike.checkpoint.discovery import checkpoint_folder, resolve, step_of
 from titanlike.checkpoint.integrity import open_header
 from titanlike.checkpoint.reader import add_evaluation, read
 from titanlike.checkpoint.state_dict import warm_start
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.storage import INDEX, Storage
 from titanlike.config.credentials import redact_value
 from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.parse import to_plain
@@ -72,6 +72,8 @@ def loaded_run(
         watchdog.enter_phase(0, "connect", config.launch.timeout)
         mesh = open_mesh(config, worker)
         watchdog.watch_device(device_queue(mesh.device))
+        if isinstance(data.train, Stream):
+            watchdog.watch_reading(data.train.samples_read)
         watchdog.enter_phase(0, "build", config.launch.timeout)
         run = build(config, mesh, data)
         watchdog.enter_phase(0, "load", config.checkpoint.timeout)
@@ -148,7 +150,8 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
         raise ConfigError([Problem("evaluate.batches", 0, reason, "evaluate.batches=100")])
     console = Console(steps=1)
     with loaded_run(config, worker, data, "evaluation") as (run, newest):
-        if isinstance(data.train, Stream) and not config.validation.data:
+        holds_out = isinstance(data.train, Stream) and not config.validation.data
+        if holds_out and newest.exists(INDEX):  # none in a transformers folder
             _hold_out_as_the_run(data.train, config, newest, run.mesh.dp_rank)
         sources = _sources(config, data)
         each = {n: _evaluate_source(run, config, data, source) for n, source in sources.items()}

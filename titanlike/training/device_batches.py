@@ -25,16 +25,17 @@ def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[B
 
     On a GPU a thread reads the next batch and copies it on a side stream while a step runs. Not on
     the CPU, where the thread would compete with the step for the same cores. A custom source that
-    is read in this process (data.workers=0) is read by the main thread: it may draw random numbers,
-    whose state a checkpoint saves.
+    is read in this process (data.workers=0) is read by the main thread: while it reads a sample, the
+    process's random generators are the sample's.
     """
     # batches of another length may use other fields
     used = None if run.plan.variable else run.pipeline.used_fields()
     stream = (_needed(batch, used) for batch in stream)
     if isinstance(config.data, Custom) and config.model.name in MODELS:
-        from titanlike.training.known_ids import with_known_ids
+        from titanlike.training.known_ids import vocabulary_of, with_known_ids
 
-        stream = (with_known_ids(batch, run.plan, config) for batch in stream)
+        vocab_size = vocabulary_of(run.plan)
+        stream = (with_known_ids(batch, vocab_size, config) for batch in stream)
     if run.mesh.device.type == "cpu":
         return (to_device(batch, run.mesh, config) for batch in stream)
     from titanlike.training.copy_ahead import DeviceStreams, copied_ahead

@@ -1,4 +1,4 @@
-"""The ids of a user's own samples, compared with the model's vocabulary on the CPU, before a copy."""
+"""The ids of a user's own samples, compared with the model's vocabulary on the CPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ def vocabulary_of(plan: TrainPlan) -> int | None:
     return getattr(getattr(model, "config", None), "vocab_size", known)
 
 
-def with_known_ids(batch: Batch, plan: TrainPlan, config: Config) -> Batch:
-    """Return the batch. Raises DataError for a token id that the model does not have; torch would
-    stop in a kernel."""
-    known = vocabulary_of(plan)
+def with_known_ids(batch: Batch, known: int | None, config: Config) -> Batch:
+    """Return the batch. Raises DataError for a token id that a model of `known` ids does not have;
+    torch would stop in a kernel."""
     for name in ("inputs", "targets"):
         ids = batch[name]
         if known is None or ids.is_meta or ids.is_floating_point() or not ids.is_cpu:

@@ -204,7 +204,7 @@ def _find_end(s: Session, stream: Iterator[Batch]) -> Iterator[Batch]:
         left = -int(fewest.item())
     if left < 2:
         s.last = min(s.last, step + left)
-    return chain([] if first is None else [first], stream)
+    return chain(iter([] if first is None else [first]), stream)
 
 
 def _weights_digest(s: Session) -> str:
@@ -286,7 +286,7 @@ def _compile(s: Session, stream: Iterator[Batch]) -> Iterator[Batch]:
         s.console.line("compiling the blocks")
     first = next(stream)
     s.events.log("compile", s.progress.step, compile_blocks(s.run, s.config, first, s.worker))
-    return chain([first], stream)
+    return chain(iter([first]), stream)  # a list would keep the batch
 
 
 def batches_from(s: Session) -> Iterator[Batch]:
@@ -304,7 +304,7 @@ def batches_from(s: Session) -> Iterator[Batch]:
     first = next(stream, None)
     s.watchdog.enter_phase(s.progress.step + 1, "data of other ranks", 0)
     barrier(s.worker, f"data/{start}", DATA_TIMEOUT)
-    return chain([] if first is None else [first], stream)
+    return chain(iter([] if first is None else [first]), stream)
 
 
 def roll_back(s: Session, anomaly: Anomaly, rollbacks: list[int]) -> None:

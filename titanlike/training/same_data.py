@@ -1,10 +1,11 @@
-"""Whether all ranks read the same data, compared when a job begins: a rank with other samples would be
-trained on, with the inputs of one sample and the targets of another in a pipeline."""
+"""Whether all ranks read the same data, compared when a job begins: a rank with other samples would
+be trained on, with the inputs of one sample and the targets of another in a pipeline."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
@@ -14,8 +15,7 @@ from titanlike.distributed.mesh import Mesh
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.process_groups import as_only_rank
-
-_TIMEOUT = 24 * 3600.0  # seconds to wait for a rank that reads; its watchdog ends one that hangs
+from titanlike.training.session import DATA_TIMEOUT
 
 
 def refuse_other_data(
@@ -27,17 +27,18 @@ def refuse_other_data(
 ) -> None:
     """Raise ConfigError on all ranks if one reads other samples than another. Collective.
 
-    enter_phase: the watchdog's, if the job has one; each part that is read may take launch.timeout.
+    enter_phase: the watchdog's, if the job has one; each sample may take launch.timeout.
     """
     if worker.world_size == 1:
         return
 
     def read(data: Data) -> dict[str, str | int | None]:
         found: dict[str, str | int | None] = {"fingerprint": data.fingerprint}
-        enter_phase(0, "data", config.launch.timeout)
-        for part, value in _parts(config, data, mesh):
+        before = partial(enter_phase, 0, "data", config.launch.timeout)
+        before()
+        for part, value in _parts(config, data, mesh, before):
             found[part] = value
-            enter_phase(0, "data", config.launch.timeout)
+            before()
         enter_phase(0, "data of other ranks", 0)
         return found
 
@@ -66,14 +67,17 @@ def refuse_other_data(
     raise ConfigError([Problem(key, value, reason, fix)])
 
 
-def _parts(config: Config, data: Data, mesh: Mesh) -> Iterator[tuple[str, str | int]]:
-    """Yield each part of the data, and what identifies it as this rank reads it."""
+def _parts(
+    config: Config, data: Data, mesh: Mesh, before: Callable[[], object]
+) -> Iterator[tuple[str, str | int]]:
+    """Yield each part of the data, and what identifies it as this rank reads it. before: called
+    before each sample."""
     sources = {f"validation {name}".strip(): each for name, each in data.validations.items()}
     if not isinstance(data.train, Stream):
         sources["training"] = data.train
     for name, source in sources.items():
         if not hasattr(source, "of_stream"):
-            yield f"{name} samples", source_fingerprint(source, samples=True)
+            yield f"{name} samples", source_fingerprint(source, before)
     if isinstance(data.train, Stream):
         for reader, first in data.train.first_samples(config, mesh.dp_rank):
             yield f"the first sample of reader {reader}", first
@@ -84,12 +88,12 @@ def _compared(
 ) -> tuple[int, int, str] | None:
     """Return a rank, another, and what they have differently; None if all are alike. Collective."""
     listens, differs = worker.rank == 0, ""
-    messages = barrier(worker, name, _TIMEOUT, json.dumps(found), listens=listens)
+    messages = barrier(worker, name, DATA_TIMEOUT, json.dumps(found), listens=listens)
     first: dict[str, tuple[object, int]] = {}
     for rank, text in sorted(messages.items()):
         for part, value in json.loads(text).items():
             expected, other = first.setdefault(part, (value, rank))
             if value != expected and not differs:
                 differs = json.dumps([rank, other, part])
-    answers = barrier(worker, f"{name} by rank 0", _TIMEOUT, differs, listens=True)
+    answers = barrier(worker, f"{name} by rank 0", DATA_TIMEOUT, differs, listens=True)
     return tuple(json.loads(answers[0])) if answers else None

@@ -99,7 +99,12 @@ def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
     Called before there is a process group: preparing may take longer than its timeout. Raises
     ConfigError for an error in the data.
     """
-    if isinstance(config.data, ChatData):  # whose template may tell the day: rank 0's first one
+    read = [config.data]
+    if config.validation.data:
+        from titanlike.data.validation_sets import sections
+
+        read += sections(config).values()
+    if any(isinstance(one, ChatData) for one in read):  # whose template may tell the day
         from titanlike.data.chat import first_day
         from titanlike.launch.rendezvous import barrier
 

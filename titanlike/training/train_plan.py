@@ -249,7 +249,8 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
 
 
 def _order_of(config: Config) -> tuple[Order | None, str, list[Problem]]:
-    """As `from_config.choose_order`, but gradient accumulation without a pipeline is planned here."""
+    """As `from_config.choose_order`, but gradient accumulation without a pipeline is planned
+    here."""
     if config.pp == 1 and config.schedule.name == "1f1b" and not config.exact:
         asked = getattr(config.schedule, "microbatches", None)
         if asked is None or asked > 0:  # 1F1B with one stage is gradient accumulation
@@ -336,8 +337,8 @@ def _declared_stages(config: Config, model_graph: ModelGraph, stages: int) -> li
 
 
 def _unit(config: Config, data: Data | None, batch: Batch) -> str:
-    """Return what a run counts: tokens, or samples where these have none or not equally many. Raises
-    ConfigError if samples have other numbers of tokens than are counted."""
+    """Return what a run counts: tokens, or samples where these have none or not equally many.
+    Raises ConfigError if samples have other numbers of tokens than are counted."""
     inputs, variable = batch["inputs"], data is not None and data.variable is not None
     ids = inputs.dim() < 3 and not inputs.is_floating_point()
     known = (vocab_size(config) if data is None else data.vocab_size) is not None

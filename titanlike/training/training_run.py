@@ -90,7 +90,8 @@ class TrainingRun:
         the samples."""
         self._own_data()
         source, dp_rank = self.data.train, self.mesh.dp_rank
-        return batches(source, self.config, dp_rank=dp_rank, start_step=self.steps)
+        stream = batches(source, self.config, dp_rank=dp_rank, start_step=self.steps)
+        return ({name: x for name, x in each.items() if name != REAL} for each in stream)
 
     def step(self, batch: Mapping[str, Tensor]) -> StepOutput:
         """Train on this dp rank's part of a batch: forward, backward, clip, update; waits for the
@@ -100,7 +101,9 @@ class TrainingRun:
         equal on all ranks of a dp rank. Raises BadNumbers if loss or gradients are not finite
         (on_nonfinite=stop), ConfigError if fields, shapes or dtypes differ from the config's.
         """
-        batch, number = with_real_tokens(self._checked(batch)), self.steps + 1
+        batch, number = self._checked(batch), self.steps + 1
+        if REAL in self._run.pipeline.used_fields():
+            batch = with_real_tokens(batch)
         with self._collective("step", meet=self.last is None):
             if not self.last:
                 self._first_step(batch)
