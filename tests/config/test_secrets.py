@@ -200,14 +200,13 @@ from titanlike.data.synthetic import SyntheticSource
 
 class Failing:
     def __init__(self, source):
-        self.source, self.reads = source, 0
+        self.source = source
 
     def __len__(self):
         return len(self.source)
 
     def __getitem__(self, index):
-        self.reads += 1
-        if self.reads > 20:
+        if os.path.exists("run/checkpoints/step-00000001/COMMITTED"):
             password = os.environ["MY_DB_PASSWORD"]
             print("logging in with", password, flush=True)
             raise RuntimeError(f"https://me:{password}@db and {password!r} were refused")
@@ -215,7 +214,7 @@ class Failing:
 
 def data(seq_len, vocab_size):
     parts = (SyntheticSource(vocab_size, seq_len, 0, part) for part in (0, 1))
-    about = "fails in the second batch"
+    about = "fails after the first checkpoint"
     return Data(*map(Failing, parts), vocab_size, about, fingerprint="failing")
 """
 
