@@ -273,9 +273,9 @@ class _SignalWatcher:
                 self._end_process(self._stop.code(), GRACE)
 
     def _insist(self, signum: int) -> None:
-        """Wait up to `grace` seconds, or until a further signal, for the main thread to exit, sending
-        the signal again if it raised nothing: its handler may have run before the byte was in the
-        pipe, or Python ignored the exception."""
+        """Wait up to `grace` seconds, or until a further signal, for the main thread to exit,
+        sending the signal again if it raised nothing: its handler may have run before the byte was
+        in the pipe, or Python ignored the exception."""
         deadline = time.monotonic() + self._grace
         while (remaining := deadline - time.monotonic()) > 0 and not self._again:
             if self._uninstalled.wait(min(_AGAIN, remaining)):

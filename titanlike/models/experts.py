@@ -9,8 +9,8 @@ tokens [S, D] are sorted by expert, counts [E] (int64, sum S) are the tokens of 
 its class has the attribute `sorted_by_expert = True`, it has `num_experts` (E) and `top_k` (K). No
 token is dropped. An attribute `independent_rows` is set to True with numerics=exact: a row's bits
 must then not depend on the other rows. A function `without_padding(counts, chosen)` is set where
-padding is to be left out of what is counted: `through_experts` passes counts through it. An attribute `product` is set by precision=float8, to use
-instead of `expert_linear`.
+padding is to be left out of what is counted: `through_experts` passes counts through it. An
+attribute `product` is set by precision=float8, to use instead of `expert_linear`.
 
 Shapes: N tokens, D hidden_size, E experts, K experts per token, S = N * K, F moe_intermediate_size.
 """

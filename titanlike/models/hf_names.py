@@ -269,7 +269,8 @@ def counterpart(name: str, sizes: Mapping[str, Any]) -> Counterpart:
 
 
 def whole_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes with a null head_dim replaced by its value, and `rope_scaling` in one form."""
+    """Return the sizes with a null head_dim replaced by its value, and `rope_scaling` in one
+    form."""
     whole = dict(sizes)
     if "head_dim" in sizes and sizes["head_dim"] is None:
         whole["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]

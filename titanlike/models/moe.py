@@ -52,8 +52,8 @@ class Routing(NamedTuple):
 class RoutedMLP(nn.Module):
     """K of E experts for each token, and perhaps a shared one for all: [..., D] -> [..., D].
 
-    Load is balanced per step, over the global batch without padding (`parallel/expert_parallel.py` calls `balance`
-    once a step with the number of tokens of each expert):
+    Load is balanced per step, over the global batch without padding (`parallel/expert_parallel.py`
+    calls `balance` once a step with the number of tokens of each expert):
 
     - without a loss (arXiv 2408.15664): `bias` is added to the scores only for the choice. After a
       step it grows by `bias_rate` for experts below the mean, and falls for those above it. Sigmoid
@@ -100,8 +100,8 @@ class RoutedMLP(nn.Module):
             self.register_buffer("bias", torch.zeros(experts))
         if routing.balance_loss:
             self.register_buffer("load", torch.full((experts,), 1 / experts))
-        # of each token 1 / tokens of the global batch, 0 for padding: a scalar or [N], on the device;
-        # None = 1 / tokens of each forward
+        # of each token 1 / tokens of the global batch, 0 for padding: a scalar or [N], on the
+        # device; None = 1 / tokens of each forward
         self.token_share: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,9 +168,9 @@ class Moe(CausalLM):
     The first first_k_dense_replace blocks have one MLP of intermediate_size; n_shared_experts:
     width of the MLP for all tokens, in moe_intermediate_size. kv_lora_rank: of latent attention,
     which has the sizes after it (`Latent`) and not num_key_value_heads and head_dim. rope_scaling,
-    max_position_embeddings, tie_word_embeddings: see `Llama`. sliding_window: of all layers except each sliding_window_pattern-th.
-    attention_sinks: see `attention`. swiglu_limit: see `BiasedExperts`. The others: see `CausalLM`
-    and `Routing`.
+    max_position_embeddings, tie_word_embeddings: see `Llama`. sliding_window: of all layers except
+    each sliding_window_pattern-th. attention_sinks: see `attention`. swiglu_limit: see
+    `BiasedExperts`. The others: see `CausalLM` and `Routing`.
 
     Raises ValueError with one argument per problem if sizes do not fit each other.
     """

@@ -96,8 +96,9 @@ def _by_kind(
 def parameter_update(name: str, matrix: bool, choice: Optimizer, hidden: bool) -> Optimizer:
     """The optimizer config that updates a parameter, with the settings for this parameter.
 
-    name: in the full model; matrix: whether it is in `matrices_of`; hidden: whether it is in `hidden_matrices`. The pattern of
-    `optimizer.groups` that matches, if any, overrides the defaults.
+    name: in the full model; matrix: whether it is in `matrices_of`; hidden: whether it is in
+    `hidden_matrices`. The pattern of `optimizer.groups` that matches, if any, overrides the
+    defaults.
     """
     override = next(((choice.groups or {})[p] for p in patterns_of(name, choice)), ParameterGroup())
     by_default = choice.name if hidden or not choice.whole_matrices else choice.other_kind
@@ -141,8 +142,9 @@ def matrices_of(model: nn.Module) -> set[str]:
 def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
     """Names of the parameters that a matrix optimizer (Muon) updates; empty for other optimizers.
 
-    These are matrices [rows, columns] of blocks and experts' matrices, except embeddings, parameters also
-    used outside of blocks, and those that the config assigns to a different optimizer.
+    These are matrices [rows, columns] of blocks and experts' matrices, except embeddings,
+    parameters also used outside of blocks, and those that the config assigns to a different
+    optimizer.
     """
     if not getattr(optimizer, "whole_matrices", False):
         return set()
@@ -272,7 +274,8 @@ def _factor(config: Config, step: int) -> float:
 
 
 def set_lr(optimizers: Iterable[torch.optim.Optimizer], config: Config, step: int) -> None:
-    """Set the learning rate of a step; groups with their own peak (`initial_lr`) keep their ratio."""
+    """Set the learning rate of a step; groups with their own peak (`initial_lr`) keep their
+    ratio."""
     factor = _factor(config, step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

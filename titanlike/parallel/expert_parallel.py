@@ -11,10 +11,10 @@ sequence these have different tokens, and send them as others do. Otherwise all 
 same tokens: the experts' gradients, sums over all sent tokens, are divided by their number.
 
 For the balance, tokens are counted where a training forward calls experts, not in a recomputation;
-padding (`REAL` of a batch) is computed and not counted. After the step the counts are summed over all ranks with
-different tokens, so they are the global batch's in any layout: integers, equal on every rank. The
-layer that holds the experts receives them (`balance(counts, skip)`), if it has that method; a
-skipped step changes nothing.
+padding (`REAL` of a batch) is computed and not counted. After the step the counts are summed over
+all ranks with different tokens, so they are the global batch's in any layout: integers, equal on
+every rank. The layer that holds the experts receives them (`balance(counts, skip)`), if it has that
+method; a skipped step changes nothing.
 """
 
 from __future__ import annotations
@@ -165,9 +165,9 @@ class _TimesGradient(torch.autograd.Function):
 
 @torch.library.custom_op("titanlike::tokens_of_experts", mutates_args=())
 def _counted(counts: Tensor, added: Tensor, total: Tensor) -> Tensor:
-    """Return a copy of `counts`, and add `added` to `total`: an operator, since a compiled block runs
-    nothing else. Its schema hides that it changes `total`; torch would drop it from a recomputed
-    forward, or refuse it."""
+    """Return a copy of `counts`, and add `added` to `total`: an operator, since a compiled block
+    runs nothing else. Its schema hides that it changes `total`; torch would drop it from a
+    recomputed forward, or refuse it."""
     if not in_backward():
         # without a version bump: a recomputing compiled block saves it, and would refuse it in
         # the backward

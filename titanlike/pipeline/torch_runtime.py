@@ -39,8 +39,8 @@ def make_runtime(
     stages: this rank's, by index; graphs: of all stages, in training; loss: called with the last
     stage's output and the targets; fields: batch fields that this rank's stages read; first: the
     first stage's input for a microbatch, on meta; zero: ZeRO level, see `distributed/sharding.py`;
-    begin_microbatch: called with (stage, microbatch) before each forward and backward; sums: replace, by stage,
-    gradient sums of FSDP and autograd.
+    begin_microbatch: called with (stage, microbatch) before each forward and backward; sums: by
+    stage, sums of gradients in place of those of FSDP and autograd.
     """
 
     def make_torch_stage(index: int, stage: Stage) -> Any:
