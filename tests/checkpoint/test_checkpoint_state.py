@@ -1,15 +1,16 @@
-"""What a save plans and copies, and what a checkpoint holds where it is not what one would
-think."""
+"""What a save plans and copies, and what a checkpoint holds where one would not think so."""
 
 from __future__ import annotations
 
 import json
 import os
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,46 @@ def save_states(config: Config, worker: Worker) -> None:
     steps = {float(value) for name, value in found.items() if name.endswith(".step")}
     assert steps == ({1.0, 2.0} if worker.rank == 0 else {1.0})
     close_mesh()
+
+
+def test_a_later_save_copies_what_this_rank_writes_and_errors_are_of_all_ranks(
+    tmp_path: Path,
+) -> None:
+    config = tiny(dp=2, replicate=2, layers=2, checkpoint=Checkpoint(mode="async_pinned", keep=0))
+    (first, *here), (also, *there) = run_world(save_replicas, config, tmp_path)
+    files = read_index(Storage(checkpoint(tmp_path, 3))).files
+    sizes = [size - header for size, (header, _) in files.values()]
+    assert first == also and max(sizes) < 0.6 * first, "each has all, and writes a half"
+    assert [here, there] == [[sizes[0]] * 2 + [first], [sizes[1]] * 2 + [first + 4]], "another key"
+
+
+def save_replicas(config: Config, worker: Worker) -> list[int]:
+    run, checkpointer = opened(config, worker)
+    original, sizes = HostMemory.tensors_like, list[int]()
+
+    def counted(self: HostMemory, sources: Mapping[Any, torch.Tensor]) -> Any:
+        sizes.append(sum(tensor.nbytes for tensor in sources.values()))
+        return original(self, sources)
+
+    HostMemory.tensors_like = counted
+    for step in (1, 2, 3, 4):
+        if step == 4 and worker.rank:
+            run.stage_states[0].stage.register_buffer("odd", torch.zeros(1))
+        checkpointer.save(Progress(step=step))
+        checkpointer.before_update()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(OSError, match="division by zero; failure 2"),
+    ):
+        if worker.rank:
+            patch.setattr(Copy, "finish", lambda _: 1 / 0)
+        for step in (5, 6, 7):
+            checkpointer.save(Progress(step=step))
+    if worker.rank:
+        run.stage_states[0].stage.register_buffer("odd", torch.zeros(1, dtype=torch.complex128))
+    with pytest.raises(ValueError, match="odd is of complex128, which safetensors cannot hold"):
+        checkpointer_of(run, replace(config, checkpoint=Checkpoint(every=1)))
+    return sizes[:4]
 
 
 # --- saves in the background ----------------------------------------------------------------------

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from titanlike.checkpoint import storage
-from titanlike.checkpoint.format import WORDS, SavedTensor
+from titanlike.checkpoint.format import WORDS, Index, SavedTensor
 from titanlike.checkpoint.integrity import CheckpointHeader, commit, open_header
 from titanlike.checkpoint.reader import ShardReader, read
 from titanlike.checkpoint.staging import write_pieces
@@ -151,16 +153,40 @@ def test_every_dtype_is_saved_and_loaded_or_refused(tmp_path: Path) -> None:
             f"{name}.scalar": values[1],
             f"{name}.none": values[:0],
         }
+    tensors["conjugated"] = torch.tensor([1 + 2j]).conj()
+    for name in ("a\nb", "a" * 1001):
+        with pytest.raises(ValueError, match="has a name that cannot be saved"):
+            prepare_save({name: torch.zeros(1)})
     odd = NONE_OF_SAFETENSORS.split()
     assert all(any(name.startswith(one) for one in odd) for name in refused), refused
     folder = Storage(tmp_path / "step-00000001")
     state = {"step": 1, "progress": {}, "val_loss": None, "same": {}, "sequences": 1}
     write_checkpoint(folder, state, prepare_save(tensors), None)
     reader = ShardReader(open_header(folder))
+    large = replace(reader.header, tensors={"a": SavedTensor("a", "uint8", (2**60,))})
+    with pytest.raises(ValueError, match="a: .*alloc"):
+        ShardReader.whole(mock.Mock(header=large), "a")
     for name, tensor in tensors.items():
         found = reader.whole(name)
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
         assert found.view(-1).tolist() == tensor.reshape(-1).tolist(), name
+
+
+def test_many_pieces_are_a_partition_or_refused() -> None:
+    """Blocks of a cube, in seconds; one that is moved is in another."""
+    places = [(x, y, z) for z in range(0, 30, 3) for x in range(0, 200, 2) for y in range(20)]
+    pieces = [["w", 6 * n, at, (2, 1, 3), "0" * 16] for n, at in enumerate(places)]
+    for moved in (False, True):
+        pieces[7][2] = pieces[8][2] if moved else pieces[7][2]
+        text = f'"rank-00000.safetensors": {json.dumps(pieces)}'.encode()
+        files = {"rank-00000.safetensors": (120_000, (0, ""))}
+        index = Index((0, ""), {"w": SavedTensor("w", "uint8", (200, 20, 30))}, files, text)
+        with (
+            pytest.raises(ValueError, match="w that overlap") if moved else contextlib.nullcontext()
+        ):
+            assert len(index.pieces()["w"]) == 20_000
+    with pytest.raises(ValueError, match="the pieces of rank-00000.safetensors twice"):
+        replace(index, text=text + b"\n" + text).pieces([])
 
 
 def test_pieces_of_several_ranks_are_spread(tmp_path: Path) -> None:

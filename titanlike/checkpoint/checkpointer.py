@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -50,13 +50,12 @@ class Checkpointer:
         self._settings, self._events = config.checkpoint, events
         self._folder = discovery.checkpoint_folder(config)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        # DCP's plans are objects, which nccl would copy through GPU memory; and a background
-        # save needs its own group
+        # objects, which nccl would copy through GPU memory; and a background save needs a group
         timeout = timedelta(seconds=self._settings.timeout)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._made_writer: CheckpointWriter | None = None
         if self._settings.every or self._settings.last or self._settings.model_only != "none":
-            _ = self._writer  # imported here, while nobody waits for a save
+            self._writer.check()  # imported here, while nobody waits for a save
         fingerprint = [data_fingerprint(data, config.data) if self._rank == 0 else {}]
         dist.broadcast_object_list(fingerprint, src=0, group=self._group)
         self._fingerprint = fingerprint[0]
@@ -98,21 +97,6 @@ class Checkpointer:
         """Step of the newest committed checkpoint; 0 for none."""
         return 0 if self._made_writer is None else self._made_writer.newest
 
-    @property
-    def committed(self) -> Collection[int]:
-        """Return the steps of the committed checkpoints, including a background save that has just
-        ended. On rank 0."""
-        return self._writer.saved.keys()
-
-    def hold(self, held: Callable[[], Collection[int]]) -> None:
-        """Keep the checkpoints of the steps that `held` returns, for as long as it returns them. On
-        rank 0."""
-        self._writer.held = held
-
-    def tidy(self) -> None:
-        """Delete checkpoints that were held and are superseded. On rank 0."""
-        self._writer.tidy()
-
     def folder_of(self, step: int) -> Storage:
         """Return the folder of a step's checkpoint, existing or not."""
         return self._folder.at(discovery.step_name(step))
@@ -152,8 +136,7 @@ class Checkpointer:
         self._loader.start_from(location)
 
     def load(self, location: str) -> Progress:
-        """Load the checkpoint at a location, or the newest of the run there. Raises as
-        `resume`."""
+        """Load the checkpoint at a location, or its run's newest. Raises as `resume`."""
         return self._loader.load(location)
 
     def rollback(self) -> Progress | None:
@@ -198,7 +181,7 @@ class Checkpointer:
             self._made_writer.before_update()
 
     def close(self) -> None:
-        """Release what saving needs: threads, a process, memory."""
+        """Release what saving needs: its thread and memory."""
         if self._made_writer is not None:
             self._made_writer.close()
 

@@ -8,11 +8,11 @@ full tensor), so that `torch.distributed.checkpoint` reads and consolidates the 
 of safetensors a piece is a tensor.
 
 index.json is JSON, written in lines: first what a checkpoint is, then the pieces, a line for each
-file, which are parsed when tensors are read. Each rank makes its own line, so that rank 0 only joins
-them: "pieces" has, for each file, [name, begin, offsets, sizes, checksums]; `begin` counts from the
-end of the header, and there is an xxh3 of 16 hexadecimal digits for each `rows_per_sum` rows.
+file, which are parsed when tensors are read. Each rank makes its own line, and rank 0 joins them:
+"pieces" has, for each file, [name, begin, offsets, sizes, checksums]; `begin` counts from the end
+of the header, and there is an xxh3 of 16 hexadecimal digits for each `rows_per_sum` rows.
 
-Files that others wrote are read here: nothing is believed that does not fit the files' sizes. No torch.
+Files that others wrote are read here: what does not fit the files' sizes is refused. No torch.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ Sum = tuple[int, str]  # bytes, and xxh3
 
 def checksum(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def is_name(name: str) -> bool:
+    """Return whether a tensor in a checkpoint may have this name."""
+    return name.isprintable() and len(name) <= _LONGEST_NAME
 
 
 class SavedTensor(NamedTuple):
@@ -128,8 +133,7 @@ class WrittenFile(NamedTuple):
 
 
 def header_of(pieces: Iterable[tuple[Piece, str]]) -> bytes:
-    """Return the header of a file with these pieces, one after another; each with its dtype's
-    word."""
+    """Return the header of a file with these pieces, each with its dtype's word."""
     offsets, entries, begin = {}, dict[str, Any](), 0
     for piece, word in pieces:
         end = begin + piece.bytes
@@ -175,18 +179,21 @@ class Index:
 
     def pieces(self, names: Collection[str] | None = None) -> dict[str, list[Piece]]:
         """Return the pieces of these tensors, or of all, each of which must then be whole."""
-        found: dict[str, list[Piece]] = {
-            name: [] for name in (self.tensors if names is None else names)
-        }
+        found = {name: list[Piece]() for name in (self.tensors if names is None else names)}
+        files = set[str]()
         for line in self.text.splitlines():
             for file, entries in _json_line(line).items():
+                if file in files:
+                    raise ValueError(f"has the pieces of {file:.80} twice")
+                files.add(file)
                 for piece in self._pieces_of(file, entries, found, strict=names is None):
                     found[piece.name].append(piece)
-        if names is None:
-            for name, pieces in found.items():
-                here, all_of_it = sum(prod(p.sizes) for p in pieces), self.tensors[name].numel
-                if here != all_of_it:
-                    raise ValueError(f"has {here:,} of {all_of_it:,} values of {name}")
+        for name, pieces in found.items():
+            here, all_of_it = sum(prod(p.sizes) for p in pieces), self.tensors[name].numel
+            if names is None and here != all_of_it:
+                raise ValueError(f"has {here:,} of {all_of_it:,} values of {name}")
+            if _overlap([piece for piece in pieces if piece.rows]):
+                raise ValueError(f"has pieces of {name} that overlap")
         return found
 
     def _pieces_of(
@@ -223,6 +230,22 @@ class Index:
             raise ValueError(f"has no piece for the last bytes of {file}")
 
 
+def _overlap(pieces: list[Piece]) -> bool:
+    """Return whether no cuts part a tensor's pieces: dimension by dimension, twice."""
+    groups = [pieces] if len(pieces) > 1 else []
+    for dim in [*range(len(pieces[0].sizes) if pieces else 0)] * 2:
+        parts = list[list[Piece]]()
+        for group in groups:
+            end = 0  # of the pieces so far
+            for piece in sorted(group, key=lambda piece: piece.offsets[dim]):
+                if piece.offsets[dim] >= end:
+                    parts.append([])
+                parts[-1].append(piece)
+                end = max(end, piece.offsets[dim] + piece.sizes[dim])
+        groups = [part for part in parts if len(part) > 1]
+    return bool(groups)
+
+
 def parse_index(text: bytes) -> Index:
     """Parse all of index.json but its pieces. Raises LaterFormat."""
     head, separator, rest = text.partition(_SEPARATOR)
@@ -249,14 +272,15 @@ def _json_line(line: bytes) -> dict[str, Any]:
 
 
 def _tensor(name: str, entry: Any) -> SavedTensor:
-    if not name.isprintable() or len(name) > _LONGEST_NAME:
+    if not is_name(name):
         raise ValueError(f"has a tensor named {name[:80]!r}")
     if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], str):
         raise ValueError(f"does not describe {name}")
     word, shape = entry
     if word not in DTYPES:
         raise ValueError(f"has {name} in dtype {word[:40]!r}, which is none of safetensors")
-    if not _are_sizes(shape) or prod(shape) >= LARGEST:
+    # of a tensor without values, too: torch multiplies the others
+    if not _are_sizes(shape) or prod(size or 1 for size in shape) * DTYPES[word][1] >= LARGEST:
         raise ValueError(f"has no shape of {name}")
     return SavedTensor(name, DTYPES[word][0], (*shape,))
 

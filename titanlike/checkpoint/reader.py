@@ -257,7 +257,7 @@ class ShardReader:
     def whole(self, name: str) -> Tensor:
         """Read a full tensor."""
         saved = self.header.tensors[name]
-        tensor = torch.empty(saved.shape, dtype=dtype_of(saved))
+        tensor = _empty(saved, saved.shape)
         self._read(name, tensor)
         return tensor
 
@@ -274,10 +274,17 @@ class ShardReader:
         step = max(1, most_bytes // (saved.bytes // saved.shape[0]))
         for row in range(0, saved.shape[0], step):
             sizes = (min(step, saved.shape[0] - row), *saved.shape[1:])
-            rows = torch.empty(sizes, dtype=dtype_of(saved))
+            rows = _empty(saved, sizes)
             place = (row, *[0] * (len(sizes) - 1))
             self._read(name, Blocks(rows, torch.Size(saved.shape), {place: rows}))
             yield rows
+
+
+def _empty(tensor: SavedTensor, sizes: tuple[int, ...]) -> Tensor:
+    try:
+        return torch.empty(sizes, dtype=dtype_of(tensor))
+    except RuntimeError as error:
+        raise ValueError(f"{tensor.name}: {error_line(error)}") from None
 
 
 def dtype_of(tensor: SavedTensor) -> torch.dtype:

@@ -22,14 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from titanlike.checkpoint.format import (
-    WORDS,
-    Piece,
-    SavedTensor,
-    WrittenFile,
-    checksum,
-    header_of,
-)
+from titanlike.checkpoint.format import WORDS, Piece, SavedTensor, WrittenFile, checksum, header_of
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.files import sync_to_disk
 from titanlike.device.accelerator import pin, unpin
@@ -45,8 +38,7 @@ class Copy:
     def __init__(
         self, sources: Mapping[Any, Tensor], memory: HostMemory, is_late: Callable[[Any], bool]
     ) -> None:
-        """is_late: whether a tensor changes only in an optimizer step, so that it may be copied
-        later."""
+        """is_late: whether a tensor changes only in an optimizer step: it may be copied later."""
         self.tensors = memory.tensors_like(sources)
         self._late: list[tuple[Tensor, Tensor]] = []  # (target, source) for the saving thread
         self._copied = threading.Event()
@@ -141,10 +133,10 @@ def _tensor_at(
 def write_pieces(
     folder: Storage, rank: int, pieces: Iterable[tuple[SavedTensor, tuple[int, ...], Tensor]]
 ) -> list[WrittenFile]:
-    """Write a rank's files, each durable on return. pieces: (the full tensor, offsets in it, block);
-    a second one of the same tensor goes to a second file, since a safetensors file has a name once.
+    """Write a rank's files, each durable on return. Raises OSError.
 
-    Raises OSError.
+    pieces: (the full tensor, offsets in it, block); a second one of the same tensor goes to a
+    second file, since a safetensors file has a name once.
     """
     files: list[list[tuple[SavedTensor, Piece, Tensor]]] = [[]]
     seen: dict[str, int] = {}
@@ -170,7 +162,8 @@ def _write_file(
     with folder.create(name) as raw:
         raw.write(header)
         for saved, piece, block in pieces:
-            values = block.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            block = block.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            values = block.view(-1).view(torch.uint8).numpy().data
             sums, begin = "", at - len(header)
             for part in piece.parts():
                 data = values[part.begin : part.begin + part.bytes]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -30,11 +30,12 @@ from torch import Tensor
 
 from titanlike.checkpoint import state_dict
 from titanlike.checkpoint.discovery import step_name
-from titanlike.checkpoint.format import WORDS, SavedTensor
+from titanlike.checkpoint.format import WORDS, SavedTensor, is_name
 from titanlike.checkpoint.integrity import MODEL, OPTIMIZER, commit, delete_checkpoint
 from titanlike.checkpoint.reader import raise_on_all_ranks
 from titanlike.checkpoint.staging import Copy, HostMemory, write_pieces
 from titanlike.checkpoint.storage import Storage, error_line
+from titanlike.config.errors import Refused
 from titanlike.config.schema import Checkpoint
 from titanlike.device.accelerator import set_device
 from titanlike.distributed.collectives import gather_objects, scatter_objects
@@ -64,8 +65,7 @@ class Save:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints. All methods except `poll`, `tidy`, `before_update` and `close`
-    are collective."""
+    """Writes a run's checkpoints. All but `poll`, `before_update` and `close` are collective."""
 
     def __init__(
         self,
@@ -86,13 +86,17 @@ class CheckpointWriter:
         self._copy: Copy | None = None  # possibly in progress
         self._thread: ThreadPoolExecutor | None = None
         self._memory: HostMemory | None = None
-        # on rank 0: validation losses of the committed checkpoints, by step; None where not
-        # validated
+        # of the last save: `_keys`, and which of these pieces this rank writes
+        self._assigned: tuple[np.ndarray, np.ndarray] | None = None
+        # on rank 0: validation losses of the committed checkpoints, None where not validated
         self.saved: dict[int, float | None] = {}
         self.failures: list[str] = []  # since the last successful save
         self.newest = 0  # step of the newest committed checkpoint; 0 for none
-        # on rank 0: returns steps whose checkpoints another process reads, which must stay
-        self.held: Callable[[], Collection[int]] = tuple
+
+    def check(self) -> None:
+        """Raise Refused, on all ranks, if the model has what cannot be saved."""
+        with raise_on_all_ranks(self._group, Refused):
+            prepare_save(state_dict.model_tensors(self._stage_states))
 
     def start(
         self,
@@ -118,7 +122,17 @@ class CheckpointWriter:
             tensors = state_dict.share_step(tensors, self._group)
             if self._digest is not None:
                 state["digest"] = self._digest(tensors, self._group)
-        prepared, copy, self._in_progress = prepare_save(tensors), None, save
+        with raise_on_all_ranks(self._group, Refused):
+            prepared, copy = prepare_save(tensors), None
+            keys, last = _keys(prepared.blocks), self._assigned
+        self._in_progress = save
+        as_before = torch.tensor(int(last is not None and np.array_equal(keys, last[0])))
+        if self._group is not None:
+            dist.all_reduce(as_before, dist.ReduceOp.MIN, group=self._group)
+        if last is not None and as_before:  # replicas that another rank writes are not copied
+            prepared = prepared.only(last[1])
+        else:
+            self._assigned = last = None
         if mode == "async":
             blocks = {
                 place: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -140,9 +154,14 @@ class CheckpointWriter:
             if device is not None:
                 # a new thread's current device is 0, where waiting for an event would create a context
                 set_device(device)
-            if copy is not None:
-                copy.finish()
-            size = write_checkpoint(save.folder, save.state, prepared, self._group)
+            with raise_on_all_ranks(self._group):
+                if copy is not None:
+                    copy.finish()
+            of_rank = prepared
+            if last is None:
+                mine = assigned(keys, self._group)
+                self._assigned, of_rank = (keys, mine), prepared.only(mine)
+            size = write_checkpoint(save.folder, save.state, of_rank, self._group)
             if size is None:  # another rank commits
                 return
             save.seconds = time.perf_counter() - save.begin
@@ -243,20 +262,15 @@ class CheckpointWriter:
             self._events.log("retention_failed", step, save.retention_error)
 
     def tidy(self) -> None:
-        """Delete checkpoints that are still superseded, for example after a kill. On rank 0, after
-        `wait`."""
+        """Delete checkpoints still superseded, as after a kill. On rank 0, after `wait`."""
         _, error = self._delete_superseded()
         if error:
             self._events.log("retention_failed", self.newest, error)
 
     def _delete_superseded(self) -> tuple[list[int], str]:
-        """Delete superseded checkpoints; return their steps and an error text. On rank 0, in the
-        saving thread."""
+        """Delete superseded checkpoints; return their steps and an error text. On rank 0."""
         deleted, problem = [], ""
-        held = self.held()
         for step in superseded(self.saved, self._settings):
-            if step in held:
-                continue
             try:
                 delete_checkpoint(self._folder.at(step_name(step)))
             except Exception as error:  # the new checkpoint is complete nevertheless
@@ -303,15 +317,21 @@ class PreparedSave:
     tensors: dict[str, SavedTensor]
     blocks: dict[Place, Tensor]
 
+    def only(self, mine: np.ndarray) -> PreparedSave:
+        """Return those that this rank writes. mine: bool [pieces]."""
+        return replace(self, blocks=dict(compress(self.blocks.items(), mine)))
+
 
 def prepare_save(tensors: Mapping[str, Tensor | Blocks]) -> PreparedSave:
-    """Return what this rank has of these entries. Raises ValueError for a dtype that safetensors has
-    not."""
+    """Return what this rank has of these entries. Raises Refused for what cannot be saved."""
     described, blocks = {}, dict[Place, Tensor]()
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in WORDS:
-            raise ValueError(f"{name} is of {dtype}, which safetensors cannot hold")
+        if dtype not in WORDS or not is_name(name):
+            odd = f"is of {dtype}, which safetensors cannot hold"
+            odd = odd if is_name(name) else "has a name that cannot be saved"
+            fix = "checkpoint.every=0 checkpoint.last=false checkpoint.model_only=none"
+            raise Refused("checkpoint", "", f"{name:.80} {odd}", fix)
         described[name] = SavedTensor(name, dtype, tuple(tensor.shape))
         for offsets, block in blocks_of(tensor).items():
             if block.numel() or not described[name].numel:
@@ -327,25 +347,20 @@ def write_checkpoint(
 ) -> int | None:
     """Write a checkpoint and commit it; return its size in bytes on rank 0. Collective.
 
-    state: content of state.json. A save that fails on any rank fails on all: raises OSError.
+    state: content of state.json; save: what this rank writes. A save that fails on any rank fails
+    on all: raises OSError.
     """
     rank, size = 0 if group is None else dist.get_rank(group), None
-    # 1. rank 0 creates the folder and says who writes the pieces that several ranks have
-    keys = gather_objects(_keys(save.blocks), group)
-    writes: list[np.ndarray] = []
+    # 1. rank 0 creates the folder
     with raise_on_all_ranks(group):
         if rank == 0:
             # left by a killed save, or by a run that restarted from an earlier step
             delete_checkpoint(folder)
             folder.make()
-            writes = assign(keys)
-    mine = scatter_objects(writes, group)
     # 2. each rank writes its files
     with raise_on_all_ranks(group):
-        pieces = (
-            (save.tensors[name], offsets, block)
-            for (name, offsets), block in compress(save.blocks.items(), mine)
-        )
+        blocks = save.blocks.items()
+        pieces = ((save.tensors[name], offsets, block) for (name, offsets), block in blocks)
         written = write_pieces(folder, rank, pieces)
     # 3. rank 0 writes the index and commits
     of_ranks = gather_objects(written, group)
@@ -356,17 +371,26 @@ def write_checkpoint(
 
 
 def _keys(blocks: Mapping[Place, Tensor]) -> np.ndarray:
-    """Return two hashes of each piece's place, and its bytes: uint64 [pieces, 3]. Of 1,024 ranks with
-    a thousand pieces each they are 24 MB, and names and offsets would be a minute of pickling."""
+    """Return two hashes of each piece's place, and its bytes: uint64 [pieces, 3]. Of 1,024 ranks
+    with a thousand pieces each 24 MB; names and offsets would be a minute of pickling."""
     digests = (xxhash.xxh3_128_digest(repr(place).encode()) for place in blocks)
     keys = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
     sizes = np.array([block.nbytes for block in blocks.values()], np.uint64)
     return np.concatenate([keys, sizes[:, None]], 1)
 
 
+def assigned(keys: np.ndarray, group: dist.ProcessGroup | None) -> np.ndarray:
+    """Return which of its pieces this rank writes: bool [pieces]. Collective."""
+    of_ranks, writes = gather_objects(keys, group), list[np.ndarray]()
+    with raise_on_all_ranks(group):
+        if group is None or dist.get_rank(group) == 0:
+            writes = assign(of_ranks)
+    return scatter_objects(writes, group)
+
+
 def assign(keys: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return, for each rank, which of its pieces it writes: bool [pieces]. A piece of several ranks is
-    written by the one that has least to write, the largest pieces first. keys: see `_keys`."""
+    """Return, for each rank, which of its pieces it writes: bool [pieces]. A piece of several ranks
+    is written by the one that has least to write, the largest pieces first. keys: see `_keys`."""
     ranks = np.repeat(np.arange(len(keys)), [len(each) for each in keys])
     first, second, sizes = np.concatenate(keys).T
     order = np.lexsort((second, first))
