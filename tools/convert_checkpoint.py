@@ -1,15 +1,16 @@
-"""Rewrites checkpoints of titanlike's formats 1 and 2 (torch's distributed checkpoints) as safetensors
-and JSON: what `titanlike checkpoint convert FOLDER` runs.
+"""Rewrites checkpoints of titanlike's formats 1 and 2 (torch's distributed checkpoints) as
+safetensors and JSON: what `titanlike checkpoint convert FOLDER` runs.
 
-In place: the new files are written beside the old ones, which go once the new ones are committed; so
-a conversion that is cut off is begun again. Each rank's file becomes a rank's file, a piece in memory
-at a time. Code in a pickle is not run: names outside of an allowlist are refused.
+In place: the new files are written beside the old ones, which go once the new ones are committed
+and have been read; so a conversion that is cut off is begun again. Each rank's file becomes a
+rank's file, of which all pieces are in memory. Code in a pickle is not run: names outside of an
+allowlist are refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
-import json
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -20,20 +21,30 @@ import xxhash
 from torch import Tensor
 
 from titanlike.checkpoint import integrity
-from titanlike.checkpoint.format import SavedTensor, checksum
+from titanlike.checkpoint.format import WORDS, SavedTensor, checksum
 from titanlike.checkpoint.staging import write_pieces
-from titanlike.checkpoint.storage import MARKER, OLD_INDEX, STATE, DamagedCheckpoint, Storage
+from titanlike.checkpoint.storage import (
+    INDEX,
+    MARKER,
+    OLD_INDEX,
+    STATE,
+    DamagedCheckpoint,
+    Storage,
+    error_line,
+)
+from titanlike.config.files import parse_object
 from titanlike.data.kinds import READERS
 from titanlike.data.stream_source import dumped
 
 _DCP = "torch.distributed.checkpoint"
-_FILES, _MOST = "files.json", 2**34  # sizes and checksums; bytes of a small file
+_FILES, _MOST = "files.json", 2**30  # sizes and checksums; bytes of a small file
 
 
 def convert_all(checkpoints: list[Storage], say: Callable[[str], object]) -> bool:
-    """Convert the complete ones among these; return whether all of an old format were."""
+    """Convert the complete ones among these, newest first; return whether all of an old format
+    were."""
     done = True
-    for folder in checkpoints:
+    for folder in reversed(checkpoints):
         names = folder.names()
         old = [n for n in names if n in (OLD_INDEX, _FILES, "pieces.json") or n.endswith(".distcp")]
         if not old:
@@ -42,43 +53,96 @@ def convert_all(checkpoints: list[Storage], say: Callable[[str], object]) -> boo
             say(f"{folder.name}: left as it is, for it has no {MARKER}")
             done = False
             continue
-        if OLD_INDEX in names:
-            _convert(folder)
-        old.sort(key=lambda name: name != OLD_INDEX)  # without that one the others are remains
-        for name in old:
-            folder.remove(name)
-        say(f"{folder.name}: converted")
+        try:
+            if OLD_INDEX in names:
+                _convert(folder)
+            old.sort(key=lambda name: name != OLD_INDEX)  # without that one the others are remains
+            for name in old:
+                folder.remove(name)
+            say(f"{folder.name}: converted")
+        except (ValueError, OSError) as error:
+            say(f"{folder.name}: left as it is: {error_line(error)}")
+            done = False
     return done
 
 
 def _convert(folder: Storage) -> None:
-    marker = _read(folder, MARKER).decode().strip().rpartition("\n")[2]
+    sealed = _read(folder, MARKER)
+    marker = sealed.decode(errors="replace").strip().rpartition("\n")[2]
     manifest = _read(folder, _FILES)
-    if checksum(manifest) != marker:  # converted, and cut off before anything was removed
-        return integrity.check_all(folder)
-    for name, (size, expected) in json.loads(manifest).items():
-        _check(folder, name, size, expected)
-    state = json.loads(_read(folder, STATE))
-    described = _Unpickler(io.BytesIO(_read(folder, OLD_INDEX))).load()
+    if checksum(manifest) != marker:
+        if folder.exists(INDEX) and checksum(_read(folder, INDEX)) == marker:
+            # converted, and cut off before anything was removed
+            return integrity.check_all(folder)
+        raise DamagedCheckpoint(folder, _FILES, f"does not match the checksum in {MARKER}")
+    with _damage(folder, _FILES):
+        listed = {
+            name: (int(size), str(sum_)) for name, (size, sum_) in parse_object(manifest).items()
+        }
+    for name, (size, _) in listed.items():
+        with integrity.reading(folder, name):
+            if os.path.basename(name) != name:
+                raise ValueError("is outside of it")
+            if (here := folder.size(name)) != size:
+                raise integrity.Damage.SIZE(here=here, written=size)
+            if size > 2**36 and (here := folder.allocated(name)) < size >> 10:
+                raise integrity.Damage.SPARSE(here=here, written=size)
+    for name, (_, expected) in listed.items():
+        _check(folder, name, expected)
+    with _damage(folder, STATE):
+        state = parse_object(_read(folder, STATE))
+    with _damage(folder, OLD_INDEX):
+        of_files = _described(_read(folder, OLD_INDEX))
+    written = []
+    for rank, (file, entries) in enumerate(of_files.items()):
+        if file not in listed:
+            raise DamagedCheckpoint(folder, OLD_INDEX, f"names an unlisted file, {file!r:.80}")
+        with _damage(folder, file):
+            written += write_pieces(folder, rank, _pieces(folder, file, entries))
+    try:
+        with _damage(folder, OLD_INDEX):
+            integrity.commit(folder, written, state)
+        integrity.check_all(folder)
+    except BaseException:
+        folder.write(MARKER, sealed)
+        raise
+
+
+@contextlib.contextmanager
+def _damage(folder: Storage, file: str) -> Iterator[None]:
+    """Raise DamagedCheckpoint for whatever parsing a file raises; it may be a stranger's."""
+    try:
+        yield
+    except (DamagedCheckpoint, OSError):
+        raise
+    except Exception as error:
+        reason = f"is not what was written: {error_line(error)}"
+        raise DamagedCheckpoint(folder, file, reason) from None
+
+
+def _described(data: bytes) -> dict[str, list[tuple[SavedTensor, Any, Any]]]:
+    """Return the pieces that `.metadata` describes, by file."""
+    described = _Unpickler(io.BytesIO(data)).load()
     of_files: dict[str, list[tuple[SavedTensor, Any, Any]]] = {}
     for index, place in described.storage_data.items():
         entry = described.state_dict_metadata[index.fqn]
-        dtype = str(entry.properties.dtype).removeprefix("torch.")
-        saved = SavedTensor(index.fqn, dtype, tuple(entry.size))
+        dtype = entry.properties.dtype
+        word = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else "no dtype"
+        if word not in WORDS:
+            raise ValueError(f"{index.fqn:.80} is of {word}, which safetensors cannot hold")
+        saved = SavedTensor(index.fqn, word, tuple(entry.size))
         of_files.setdefault(place.relative_path, []).append((saved, index.offset, place))
-    written = []
-    for rank, (file, entries) in enumerate(sorted(of_files.items())):
-        if os.path.basename(file) != file:
-            raise DamagedCheckpoint(folder, OLD_INDEX, f"names a file outside, {file!r}")
-        written += write_pieces(folder, rank, _pieces(folder, file, entries))
-    integrity.commit(folder, written, state)
+    return dict(sorted(of_files.items()))
 
 
 def _pieces(
     folder: Storage, file: str, entries: list[tuple[SavedTensor, Any, Any]]
 ) -> Iterator[tuple[SavedTensor, tuple[int, ...], Tensor]]:
+    size = folder.size(file)
     with folder.reader(file) as read_into:
         for saved, offset, place in entries:
+            if not (place.offset >= 0 and 0 <= place.length <= size - place.offset):
+                raise ValueError(f"it has no {place.length} bytes at {place.offset}")
             record = bytearray(place.length)
             read_into(place.offset, record)
             block = torch.load(io.BytesIO(record), map_location="cpu", weights_only=True)
@@ -88,29 +152,35 @@ def _pieces(
                 state = torch.load(content, weights_only=True)
                 block = dumped(state["state"], state["first"], step)
                 saved = saved._replace(shape=tuple(block.shape))
+            if block.dtype != getattr(torch, saved.dtype) or block.dim() != len(saved.shape):
+                raise ValueError(f"it has another tensor than {saved.name:.80}")
             yield saved, tuple(offset or (0,) * block.dim()), block
 
 
-def _check(folder: Storage, name: str, size: int, expected: str) -> None:
-    """Raise DamagedCheckpoint unless a file has this size and checksum."""
+def _check(folder: Storage, name: str, expected: str) -> None:
+    """Raise DamagedCheckpoint unless a file has this checksum."""
     hasher, buffer, at = xxhash.xxh3_128(), memoryview(bytearray(2**22)), 0
     with integrity.reading(folder, name), folder.reader(name) as read_into:
         while count := read_into(at, buffer):
             hasher.update(buffer[:count])
             at += count
-        if (at, hasher.hexdigest()) != (size, expected):
+        if hasher.hexdigest() != expected:
             raise ValueError(integrity.UNEQUAL)
 
 
 def _read(folder: Storage, name: str) -> bytes:
     with integrity.reading(folder, name), folder.reader(name) as read_into:
-        data = bytearray(min(folder.size(name), _MOST))
-        read_into(0, data)
-        return bytes(data)
+        if (size := folder.size(name)) > _MOST:
+            raise ValueError(f"has more than {_MOST:,} bytes")
+        data = bytearray(size)
+        return bytes(data[: read_into(0, data)])
 
 
-class _Unpickler(pickle.Unpickler):
-    """Of `.metadata`: resolves what torch's description of tensors consists of, and nothing else."""
+class _Unpickler(pickle._Unpickler):
+    """Of `.metadata`: resolves what torch's description of tensors consists of, nothing else. In
+    Python: that of C allocates what the file says."""
+
+    dispatch = {c: f for c, f in pickle._Unpickler.dispatch.items() if c != pickle.BYTEARRAY8[0]}
 
     _NAMES = {
         **dict.fromkeys(["dict", "list", "set", "tuple"], "builtins"),

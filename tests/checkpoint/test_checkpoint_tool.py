@@ -151,6 +151,7 @@ def test_verify_reads_all_and_names_each_bad_file(run: Path, tool: Tool) -> None
     assert code == 0 and text.count("complete (5 files") == 3
     files = [f"rank-0000{rank}.safetensors" for rank in range(2)]
     flip(checkpoint(run, 4) / files[0])
+    assert "step-00000004: damaged\n  rank-00000" in tool("verify", run)[1]
     os.truncate(checkpoint(run, 4) / "state.json", 7)
     (checkpoint(run, 4) / files[1]).unlink()
     code, text = tool("verify", run)
@@ -238,6 +239,7 @@ def test_a_consolidated_file_is_complete_or_absent(
 MISTAKES = {
     "": "required: COMMAND",
     "list nowhere": "no checkpoint there",
+    "list compare": "no checkpoint there",
     "show nowhere": "no checkpoint there",
     "verify nowhere": "no checkpoint there",
     "digest RUN nowhere": "B=nowhere",

@@ -1,5 +1,4 @@
-"""Checkpoints that are not what was written: named, set aside, never trained on; and never
-fresh."""
+"""Checkpoints that are not what was written: named, set aside, never trained on."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from support.saved_state import going_on, load_each
 from support.world import run_world
 from titanlike.checkpoint import integrity
 from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.format import Index, Piece
+from titanlike.checkpoint.format import Index, Piece, checksum
 from titanlike.checkpoint.integrity import UNEQUAL, Damage, check_all, open_header, read_index
 from titanlike.checkpoint.reader import ShardReader, read
 from titanlike.checkpoint.storage import (
@@ -182,6 +181,19 @@ def cut_while_it_is_read(folder: Path) -> None:
     deque(rows, maxlen=0)
 
 
+def with_a_hole(folder: Path) -> None:
+    """A tensor of 128 GiB that takes no place on the disk."""
+
+    def change(index: dict[str, Any]) -> None:
+        index["tensors"]["x"] = ["U8", [1, 2**37]]
+        index["files"]["rank-00002.safetensors"] = [2**37, [0, checksum(b"")]]
+        index["pieces"]["rank-00002.safetensors"] = [["x", 0, [0, 0], [1, 2**37], "0" * 16]]
+
+    (folder / "rank-00002.safetensors").touch()
+    os.truncate(folder / "rank-00002.safetensors", 2**37)
+    reseal(folder, change)
+
+
 REASONS: dict[Damage, Callable[[Path], object]] = {
     Damage.MISSING: lambda folder: (folder / STATE).unlink(),
     Damage.IRREGULAR: irregular,
@@ -192,6 +204,7 @@ REASONS: dict[Damage, Callable[[Path], object]] = {
     Damage.STEP: of_state(lambda state: state.update(step=7)),
     Damage.VALUES: lambda folder: reseal(folder, without_head),
     Damage.SHORT: cut_while_it_is_read,
+    Damage.SPARSE: with_a_hole,
 }
 
 
@@ -232,6 +245,23 @@ def test_any_flipped_bit_is_detected(saved: Config, data: st.DataObject) -> None
             check_all(Storage(folder))
     finally:
         flip(path, position, bit)
+
+
+def test_what_a_link_leads_to_is_neither_marked_nor_deleted(saved: Config, tmp_path: Path) -> None:
+    """One to a sibling is passed over; one to an archive is read."""
+    run_dir, archive = copy(saved, tmp_path / "run"), tmp_path / "archive" / "step-00000012"
+    shutil.copytree(checkpoint(run_dir, 6), archive)
+    checkpoint(run_dir, 9).symlink_to("step-00000006")
+    checkpoint(run_dir, 12).symlink_to(archive)
+    one = going_on(replace(saved, dp=1), run_dir)
+    [[loaded]] = run_world(load_each, one, tmp_path / "one", [one])
+    assert loaded.step == 6 and (checkpoint(run_dir, 6) / MARKER).exists()
+    [told] = events(run_dir, "damaged")[1:]
+    assert "step-00000012 could not be marked: it is a link" in told["text"]
+    for step in (9, 12):
+        integrity.delete_checkpoint(Storage(checkpoint(run_dir, step)))
+        assert not checkpoint(run_dir, step).is_symlink()
+    assert (archive / MARKER).exists() and not (archive / DAMAGED_MARKER).exists()
 
 
 @pytest.mark.slow
@@ -324,6 +354,12 @@ def with_piece(place: int, value: Any) -> Callable[[dict[str, Any]], object]:
     return change
 
 
+def overlapping(index: dict[str, Any]) -> None:
+    """Both ranks have the first rows, and nobody the others; each byte is somewhere."""
+    for pieces in index["pieces"].values():
+        next(piece for piece in pieces if piece[0] == HEAD)[2] = [0, 0]
+
+
 def renamed(name: str) -> Callable[[dict[str, Any]], object]:
     return lambda index: index["files"].update({name: index["files"].pop("rank-00000.safetensors")})
 
@@ -336,6 +372,7 @@ PLANTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an odd dtype": (with_tensor("model.x", "float64_evil", [0]), "which is none of safetensors"),
     "a large shape": (with_tensor("model.x", "F32", [10**8, 10**7]), "of another size than its"),
     "a larger shape": (with_tensor("model.x", "F32", [10**400]), "a number has 401 digits"),
+    "no values": (with_tensor("model.x", "F32", [0, 2**62, 2**62]), "has no shape of model.x"),
     "a negative shape": (with_tensor("model.x", "F32", [-1, 0]), "has no shape of model.x"),
     "a shape of texts": (with_tensor("model.x", "F32", ["a"]), "has no shape of model.x"),
     "dimensions": (with_tensor("model.x", "F32", [1] * 300_000), "has no shape of model.x"),
@@ -347,9 +384,11 @@ PLANTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no offsets": (with_piece(2, None), "that cannot be in rank-00000"),
     "sizes": (with_piece(3, [1]), "that cannot be in rank-00000"),
     "checksums": (with_piece(4, "00"), "has not all checksums of a piece"),
-    "300,000 pieces": (
+    "pieces that overlap": (overlapping, f"has pieces of {HEAD} that overlap"),
+    "a large index": (lambda index: index.update(x="x" * 2**25), "index.json has more than 17,"),
+    "150,000 pieces": (
         lambda index: index["pieces"]["rank-00000.safetensors"].extend(
-            index["pieces"]["rank-00000.safetensors"][:1] * 300_000
+            index["pieces"]["rank-00000.safetensors"][:1] * 150_000
         ),
         "that are not its own",
     ),
@@ -363,7 +402,7 @@ PLANTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-LARGE = [case for case in PLANTED if case.startswith("300,000")]
+LARGE = [case for case in PLANTED if ",000 " in case]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Files that no program of ours wrote, in the place of ours: one line that names them, never a
-hang."""
+"""Files that no program of ours wrote, in the place of ours: one line that names them."""
 
 from __future__ import annotations
 
@@ -166,6 +165,21 @@ def test_invalid_contents_with_valid_checksums_are_damage(
         assert damage.file == name and len(str(damage)) < 400
 
 
+def test_a_state_may_lack_what_a_run_does_not_need(
+    run: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint(Path(run.run_dir), 6)
+    state = json.loads((path / "state.json").read_text()) | {"layout": {"pp": 2}}
+    del state["run_dir"]
+    (path / "state.json").write_text(json.dumps(state))
+    reseal(path)
+    assert main(["list", str(path)]) == main(["show", str(path)]) == 0
+    assert "(pp2, split None)" in capsys.readouterr().out.replace("pp2 ", "pp2")
+    elsewhere = replace(run.checkpoint, folder=str(path.parent))
+    found = select_resume(replace(run, run_dir="elsewhere", checkpoint=elsewhere))
+    assert str(found.path) == str(path)
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
@@ -267,7 +281,7 @@ def test_the_sweep_table_survives_a_garbled_job_file(name: str, tmp_path: Path) 
 
 def a_sweep(folder: Path) -> Path:
     (folder / "0").mkdir(parents=True)
-    write_spec(folder, SweepSpec("train", "loss", jobs=[Job(0, "0", ["lr=1"], ["lr=1"])]))
+    write_spec(folder, SweepSpec("loss", jobs=[Job(0, "0", ["lr=1"], ["lr=1"])]))
     return folder
 
 

@@ -41,6 +41,7 @@ from titanlike.config.schema import (
     Verify,
 )
 from titanlike.config.validate import problems
+from titanlike.config.yaml_files import parse_yaml
 from titanlike.data import registry
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.overrides import config_loader
@@ -325,6 +326,14 @@ def pasted(line: str) -> list[str]:
         ["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True, timeout=20
     )
     return shown.stdout.decode().split("\0")[:-1]
+
+
+def test_any_yaml_is_data_or_an_error_at_once() -> None:
+    odd = ["!!timestamp 'x'", "!!bool 'x'", "!!int ''", "0x" + "f" * 6000, "1:" * 400 + "1.5"]
+    for text in [*odd, "1:" * 200_000 + "1"]:
+        with pytest.raises(ValueError, match="a number of|a value is not what its tag says"):
+            parse_yaml(f"seed: {text}")
+    assert parse_yaml("seed: 1:30") == {"seed": 90}
 
 
 def test_a_printed_command_is_quoted_for_the_shell(tmp_path: Path) -> None:

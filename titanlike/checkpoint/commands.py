@@ -18,11 +18,7 @@ from typing import Any
 from titanlike.checkpoint import integrity
 from titanlike.checkpoint.discovery import leads_out
 from titanlike.checkpoint.format import SavedTensor
-from titanlike.checkpoint.integrity import (
-    MODEL,
-    OPTIMIZER,
-    RNG,
-)
+from titanlike.checkpoint.integrity import MODEL, OPTIMIZER, RNG
 from titanlike.checkpoint.storage import (
     DAMAGED_MARKER,
     MARKER,
@@ -51,11 +47,7 @@ directory, which stands for its newest one; each is a local path or the URL of a
 _COMMANDS: dict[str, tuple[str, str, dict[str, str]]] = {
     "list": ("the checkpoints of a run, or in a folder", "FOLDER", {}),
     "show": ("what a checkpoint contains", "CHECKPOINT", {"tensors": "name all tensors and files"}),
-    "verify": (
-        "check every file against its checksum; of a run, all checkpoints",
-        "CHECKPOINT",
-        {},
-    ),
+    "verify": ("check every file against its checksum; of a run, all", "CHECKPOINT", {}),
     "digest": ("one number for all tensors, of A and of B, the same in any layout", "A B", {}),
     "consolidate": (
         "the model (names without `model.`) in one safetensors file",
@@ -89,7 +81,8 @@ def main(argv: list[str] | None = None) -> int:
         if name == "consolidate":
             command.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights")
     words = sys.argv[1:] if argv is None else argv
-    if gone := next((word for word in words if word in _GONE), None):
+    flags = [word for word in words if word.startswith("--")]
+    if gone := next((word for word in [*words[:1], *flags] if word in _GONE), None):
         parser.error(f"{gone}: is not there any more: {_GONE[gone]}")
     args = parser.parse_args(words)
     codes: dict[type[Exception], int] = {DamagedCheckpoint: DIFFERENT}
@@ -201,7 +194,7 @@ def show(console: Console, location: str, *, all_names: bool) -> bool:
     if layout := state.get("layout"):
         ranks = state.get("world_size", 1)
         details = f", {layout['replicate']} replicas" if layout.get("replicate", 1) > 1 else ""
-        details += f", split {layout['split']}" if layout.get("pp", 1) > 1 else ""
+        details += f", split {layout.get('split')}" if layout.get("pp", 1) > 1 else ""
         saved_by = f"{ranks} rank{'s' * (ranks > 1)} ({_layout(state)}{details})"
         saved_by += f", torch {state.get('torch')}"
     fields = {
@@ -279,6 +272,7 @@ def verify(console: Console, location: str) -> bool:
             word, problems = UNREADABLE, [str(error)]
             unread = unread or error
         if problems:
+            word = DAMAGED if word == COMPLETE else word
             damaged += word != UNREADABLE
             console.line(f"{path.name}: {'marked as damaged' if word == REJECTED else word}")
             for problem in dict.fromkeys(problems):
@@ -317,5 +311,5 @@ def _layout(state: dict[str, Any]) -> str:
     layout = state.get("layout") or {}
     shown = {key: layout.get(key) for key in MESH_AXES}
     degrees = [f"{key}{n}" for key, n in shown.items() if isinstance(n, int) and n > 1]
-    schedule = [layout["schedule"]] if layout.get("pp", 1) > 1 else []
+    schedule = [layout.get("schedule", "")] if layout.get("pp", 1) > 1 else []
     return " ".join([" x ".join(degrees), *schedule]) if degrees else "one rank" if layout else "-"

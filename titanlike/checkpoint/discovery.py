@@ -62,8 +62,9 @@ def step_of(path: Storage) -> int:
 
 
 def all_steps(folder: Storage) -> list[Storage]:
-    """Return the step-XXXXXXXX folders in a folder, complete or not, newest first."""
+    """Return the step-XXXXXXXX folders in a folder, newest first; of links those out of it."""
     paths = [folder.at(name) for name in folder.names() if STEP_NAME.fullmatch(name)]
+    paths = [path for path in paths if not path.is_link or leads_out(path, folder)]
     return sorted(paths, key=step_of, reverse=True)
 
 
@@ -140,8 +141,8 @@ def resolve(key: str, location: str) -> Storage:
 
 def leads_out(path: Storage, folder: Storage) -> str:
     """Return the target of a local path's links if it is outside of `folder`; else ""."""
-    real = Path(str(path)).resolve()
-    is_inside = not path.local or real.is_relative_to(Path(str(folder)).resolve())
+    real = Path(os.path.realpath(str(path)))  # `resolve` raises for a loop
+    is_inside = not path.local or real.is_relative_to(os.path.realpath(str(folder)))
     return "" if is_inside else str(real)
 
 
@@ -164,7 +165,7 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
             # it has one run's checkpoints: a sweep's jobs would resume each other's
             from titanlike.checkpoint.integrity import read_state
 
-            owner = read_state(selection.path)["run_dir"]
+            owner = read_state(selection.path).get("run_dir", str(here))
             was_here = owner in earlier_folders(here)  # it was moved or copied
             exists = os.path.exists(owner)
             if not (owner == str(here) or same_folder(owner, here) or (was_here and not exists)):

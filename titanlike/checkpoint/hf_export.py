@@ -1,5 +1,4 @@
-"""`titanlike export RUN OUT`: writes a checkpoint as a folder for transformers, one file in memory
-at a time."""
+"""`titanlike export RUN OUT`: writes a folder for transformers, one file in memory at a time."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _REQUIRED: dict[str, tuple[type, ...]] = {  # keys of state.json
     "progress": (dict,),
     "val_loss": _NUMBER,
     "same": (dict,),
-    "sequences": (int,),
+    "sequences": (int, type(None)),
 }
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     **{"layout": (dict,), "world_size": (int,), "run_dir": (str,), "torch": (str,)},
@@ -72,6 +72,8 @@ _STEP_IN_NAME = re.compile(r"(?:step|model)-(\d{8,})")
 _READ = 2**20  # bytes read at a time
 _MOST_WRONG = 100  # files; with more, no other is read
 _MARK = 2**16  # bytes of a marker
+_LEAST_INDEX, _MOST_INDEX = 2**24, 2**30  # bytes: any index may have the one, none has the other
+_SPARSE = 2**36  # bytes of a file that is refused if nearly all of it is a hole
 
 
 class Damage(StrEnum):
@@ -87,6 +89,7 @@ class Damage(StrEnum):
     STEP = "is of another step, {step:.40}"
     VALUES = "has {here:,} of {all:,} values of {what}"
     SHORT = "ends too early"
+    SPARSE = "has {written:,} bytes, of which {here:,} are on the disk"
 
     def __call__(self, **facts: Any) -> ValueError:
         return ValueError(self.format(**facts))
@@ -148,14 +151,16 @@ def commit(folder: Storage, files: list[WrittenFile], state: dict[str, Any]) -> 
 
 
 def delete_checkpoint(folder: Storage) -> None:
-    """Delete a checkpoint, its marker first: a crash leaves an incomplete one, never a damaged
-    one."""
-    folder.remove(MARKER)
+    """Delete a checkpoint (or a link), its marker first: after a crash it is incomplete."""
+    if not folder.is_link:
+        folder.remove(MARKER)
     folder.remove_all()
 
 
 def mark_damaged(folder: Storage, reason: str) -> None:
     """Replace a checkpoint's marker by DAMAGED; its files are kept for inspection."""
+    if folder.is_link:
+        raise OSError("it is a link, and what it leads to is not this run's")
     text = f"{reason}\n{how_to_unmark(folder)}\n"
     try:
         marker = folder.read(MARKER, _MARK)
@@ -180,12 +185,13 @@ def read_index(folder: Storage, marker: str = MARKER) -> Index:
     sizes = folder.sizes()
     if INDEX not in sizes and OLD_INDEX in sizes:
         raise _old(folder)
-    # an entry in a file's own header is longer than that in the index
-    most = 2**16 + sum(size or 0 for name, size in sizes.items() if FILE.fullmatch(name))
     with reading(folder, marker):
         # a marker made by renaming DAMAGED has the reason above the checksum
         expected = folder.read(marker, _MARK).decode(errors="replace").strip().rpartition("\n")[2]
     with reading(folder, INDEX):
+        # an entry in a file's own header is longer than that in the index
+        files = [name for name, size in sizes.items() if size and FILE.fullmatch(name)]
+        most = min(_MOST_INDEX, _LEAST_INDEX + sum(map(folder.allocated, files)))
         text = folder.read(INDEX, most)
         if checksum(text) != expected and OLD_INDEX in sizes:  # its conversion was cut off
             raise _old(folder)
@@ -212,6 +218,8 @@ def wrong_sizes(folder: Storage, index: Index) -> Iterator[DamagedCheckpoint]:
                 here = folder.size(name) if here is None else here
                 if here != size:
                     raise Damage.SIZE(here=here, written=size)
+                if size > _SPARSE and (here := folder.allocated(name)) < size >> 10:
+                    raise Damage.SPARSE(here=here, written=size)
         except DamagedCheckpoint as damage:
             yield damage
 

@@ -1,8 +1,8 @@
 """Reads checkpoints into a run: the one that it resumes from or rolls back to, or the weights that
 it starts from.
 
-Rank 0 selects the newest complete checkpoint (discovery.py); all ranks check its files, a share
-each; a damaged one is marked, and the next older one is tried.
+Rank 0 selects the newest complete checkpoint (discovery.py); a rank checks the bytes that it reads;
+a damaged checkpoint is marked, and the next older one is tried.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ class CheckpointLoader:
         self.events.log("warm_start", 0, text)
 
     def _delete_leftovers(self) -> None:
-        """Delete the remains of killed saves and deletions, and tell the writer which checkpoints
-        exist."""
+        """Delete remains of killed saves and deletions; tell the writer which checkpoints exist."""
         if not (paths := discovery.all_steps(self.folder)):
             return
         for path in paths:

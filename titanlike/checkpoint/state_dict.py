@@ -18,12 +18,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.tensor import DTensor
 
 from titanlike.checkpoint.discovery import resolve
-from titanlike.checkpoint.integrity import (
-    MODEL,
-    OPTIMIZER,
-    RNG,
-    CheckpointHeader,
-)
+from titanlike.checkpoint.integrity import MODEL, OPTIMIZER, RNG, CheckpointHeader
 from titanlike.checkpoint.reader import read, read_header_on_all_ranks
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.errors import some_names
@@ -39,8 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def cast_weights(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Convert a floating-point tensor to another dtype. Raises ValueError for values beyond its
-    range."""
+    """Convert a floating-point tensor. Raises ValueError for values beyond the dtype's range."""
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     cast = tensor.to(dtype)
@@ -91,8 +85,7 @@ def run_tensors(stage_states: list[StageState], *, copies: bool = False) -> Tens
 
 
 def placed(tensor: Tensor, part: Part | None) -> Tensor | Blocks:
-    """Return a parameter, or a tensor of its shape, as a checkpoint stores it; part: this rank's
-    shard."""
+    """Return a parameter, or a tensor like it, as a checkpoint stores it. part: this rank's."""
     if part is None:
         return tensor
     held, blocks = local(tensor), {}

@@ -84,8 +84,7 @@ class Storage:
     """
 
     def __init__(self, location: str | Path) -> None:
-        """Raises ValueError for a protocol that cannot store checkpoints, ImportError naming a
-        missing package."""
+        """Raises ValueError for an unknown protocol, ImportError naming a missing package."""
         text = str(location)
         if "://" not in text:
             text = str(Path(text).expanduser().absolute())
@@ -111,6 +110,11 @@ class Storage:
     @property
     def parent(self) -> Storage:
         return Storage(self._location.rpartition("/")[0])
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it is a symbolic link to a folder elsewhere."""
+        return self.local and os.path.islink(self._root)
 
     def at(self, name: str) -> Storage:
         """Return a subfolder."""
@@ -144,6 +148,10 @@ class Storage:
             return info["size"]
 
         return self._retry(name, size)
+
+    def allocated(self, name: str) -> int:
+        """Return the bytes that a file takes up: of a sparse one fewer than its size."""
+        return os.stat(self._path(name)).st_blocks * 512 if self.local else self.size(name)
 
     def sizes(self) -> dict[str, int | None]:
         """Return the size of each entry, None if it is not a regular file; {} if the folder does
@@ -253,6 +261,8 @@ class Storage:
 
     def remove_all(self) -> None:
         """Remove the folder and everything in it, even if another process writes there."""
+        if self.is_link:
+            os.unlink(self._root)
         for pause in (*_PAUSES, None):
             self._fs.invalidate_cache()
             try:

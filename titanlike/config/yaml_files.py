@@ -12,6 +12,7 @@ from titanlike.config.files import read_text
 
 _MOST_BYTES = 1 << 20
 _MOST = 100_000  # values, aliases expanded
+_DIGITS = 100  # of a number: of base 60 more would take quadratic time
 
 
 def read_yaml(path: Path) -> Any:
@@ -27,6 +28,8 @@ def parse_yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+    except (ArithmeticError, LookupError, AttributeError) as error:  # !!bool x
+        raise ValueError(f"a value is not what its tag says: {error}") from None
 
 
 def aliases_problem(path: Path) -> str:
@@ -43,6 +46,8 @@ def _problem(text: str) -> str:
     known: dict[int, float] = {}
 
     def count(node: Any) -> float:
+        if node.tag.endswith((":int", ":float")) and len(node.value) > _DIGITS:
+            raise ValueError(f"it has a number of {len(node.value):,} characters")
         if id(node) not in known:
             known[id(node)] = float("inf")  # an alias within its own anchor
             entries = node.value if isinstance(node.value, list) else []
