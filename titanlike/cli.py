@@ -107,7 +107,7 @@ LISTED = {  # shown in --help
     "measure": ("bench", "waits", "gpu-check"),
 }
 MOVED = {  # removed commands, and what replaces them
-    "sweep": "a sweep prints its table at its end; `titanlike report RUN RUN` lays its runs over each other",
+    "sweep": "a sweep prints its table at its end; `titanlike report RUN RUN` overlays its runs",
     "bench-checkpoint": "in a checkout, run `python tools/bench_checkpoint.py`",
     "bench-data": "in a checkout, run `python tools/bench_data.py`",
 }

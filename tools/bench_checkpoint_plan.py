@@ -2,8 +2,9 @@
 
     python tools/bench_checkpoint_plan.py --ranks 1024
 
-The pieces are those of a transformer on a pipeline of 16 ranks with the others as shards of FSDP; with
---replicas N, N ranks have each of them. Then what it costs a rank to read the index. CPU seconds.
+The pieces are those of a transformer on a pipeline of 16 ranks with the others as shards of FSDP;
+with --replicas N, N ranks have each of them. Then what it costs a rank to read the index. CPU
+seconds.
 """
 
 from __future__ import annotations

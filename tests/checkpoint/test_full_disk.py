@@ -1,5 +1,4 @@
-"""A disk that is full while a run saves: told at once, nothing lost that was there, no
-leftovers."""
+"""A disk that is full while a run saves: told at once, nothing lost, no leftovers."""
 
 from __future__ import annotations
 

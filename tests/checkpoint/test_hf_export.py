@@ -1,5 +1,4 @@
-"""A checkpoint as a folder for transformers: the same model there, a few rows in memory at a
-time."""
+"""A checkpoint as a folder for transformers: the same model, a few rows in memory at a time."""
 
 from __future__ import annotations
 

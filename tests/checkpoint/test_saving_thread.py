@@ -1,5 +1,4 @@
-"""The thread that saves in the background works on its rank's GPU: on no other it opens a
-context."""
+"""The thread that saves in the background works on its rank's GPU, and on no other."""
 
 from __future__ import annotations
 

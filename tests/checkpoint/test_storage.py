@@ -29,8 +29,7 @@ FILE = "rank-00000.safetensors"
 
 
 def test_any_file_system_of_fsspec_keeps_checkpoints(tmp_path: Path) -> None:
-    """Saves, retention, damage and going on, as on a disk; memory:// has no directories or
-    renames."""
+    """Saves, retention, damage, going on, as on a disk; memory:// has no directories, renames."""
     for url in ("memory://runs/a", f"file://{tmp_path}/kept elsewhere"):
         config = a_run(tmp_path / "run", folder=url, keep=2, mode="async")
         run_world(save_and_go_on, config, tmp_path / "run")
@@ -78,9 +77,7 @@ def test_the_latest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) ->
         assert str(found) == str(folder.at("step-100000000"))
 
 
-def test_retention_holds_after_any_kill(
-    tmp_path: Path,
-) -> None:
+def test_retention_holds_after_any_kill(tmp_path: Path) -> None:
     """It was killed once its last checkpoint was there, and older ones were still to be deleted:
     the next start has nothing to train."""
     config = a_run(tmp_path, steps=3, every=1, keep=0)

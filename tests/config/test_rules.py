@@ -217,9 +217,7 @@ def test_every_proposed_mesh_fits_the_world_size(
         assert meshes or problems(one, world_size)
 
 
-def test_proposed_meshes_are_ordered_by_similarity(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_proposed_meshes_are_ordered_by_similarity(monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = problems(Config(pp=2, dp=2), world_size=2)
     assert problem.reason == "pp x dp = 2 x 2 = 4 processes, but 2 were started"
     nodes = "start with --nproc-per-node 4 (times nodes)"

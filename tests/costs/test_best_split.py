@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlike.costs.auto_split import (
-    CostedSplit,
-    StageCosts,
-    best_split,
-    cost_of_split,
-)
+from titanlike.costs.auto_split import CostedSplit, StageCosts, best_split, cost_of_split
 from titanlike.pipeline.schedules import loop, vee
 
 

@@ -16,12 +16,7 @@ import torch
 from support.forwards import Lstm
 from support.models import tiny
 from support.real_model import real
-from titanlike.config.schema import (
-    Config,
-    Custom,
-    TextData,
-    TokenData,
-)
+from titanlike.config.schema import Config, Custom, TextData, TokenData
 from titanlike.data.loader import batches, example_batch
 from titanlike.data.registry import open_data
 from titanlike.driver.checks import problems

@@ -20,12 +20,7 @@ from titanlike.config.schema import Custom, SyntheticData, TextData, TokenData
 from titanlike.data import sources
 from titanlike.data.packed import PackedSource
 from titanlike.data.registry import open_data
-from titanlike.data.sources import (
-    Data,
-    VariableLength,
-    data_fingerprint,
-    fingerprint_changes,
-)
+from titanlike.data.sources import Data, VariableLength, data_fingerprint, fingerprint_changes
 
 
 def of(data: Any, **keys: Any) -> dict[str, Any]:

@@ -60,9 +60,7 @@ def order(config: Config, steps: int, start: int = 0) -> list[list[int]]:
     return [torch.cat([batch["inputs"] for batch in step]).tolist() for step in each]
 
 
-def test_the_order_is_the_same_in_every_layout_and_after_a_resume(
-    corpora: dict[str, Path],
-) -> None:
+def test_the_order_is_the_same_in_every_layout_and_after_a_resume(corpora: dict[str, Path]) -> None:
     schedule = {"a": [[0, 0.9], [20, 0.2]], "b": 0.1, "c": [[0, 0.0], [20, 0.7]]}
     config = replace(mixed(corpora, schedule), batch_size=64)
     whole = order(config, 44)
@@ -102,9 +100,7 @@ def test_sources_have_their_declared_shares_at_any_step(
     assert Quotas(points, batch_size).before(377) == quotas.before(377)
 
 
-def test_a_source_finishes_its_epoch_before_it_repeats(
-    corpora: dict[str, Path],
-) -> None:
+def test_a_source_finishes_its_epoch_before_it_repeats(corpora: dict[str, Path]) -> None:
     config, steps = replace(mixed(corpora), batch_size=1), 320
     data = open_data(config)
     sizes = dict(zip("abc", data.train.sizes, strict=True))

@@ -16,23 +16,10 @@ from support.cells import cells, meshes
 from support.proven import assert_proven
 from support.records import numbers
 from support.runs import train_each
-from support.sources import (
-    SAMPLES,
-    STREAMS,
-    by_step,
-    of_source,
-    rows_of,
-    stateful_loader,
-)
+from support.sources import SAMPLES, STREAMS, by_step, of_source, rows_of, stateful_loader
 from support.world import run_world
 from titanlike.config.errors import ConfigError
-from titanlike.config.schema import (
-    Checkpoint,
-    Config,
-    Numerics,
-    RampStage,
-    Validation,
-)
+from titanlike.config.schema import Checkpoint, Config, Numerics, RampStage, Validation
 from titanlike.data.loader import batches
 from titanlike.data.registry import DataError, open_data
 from titanlike.data.registry import problems as data_problems

@@ -84,9 +84,7 @@ def train_as_on_gpus(config: Config, worker: Worker) -> None:
     train(config, worker)
 
 
-def test_reserved_and_allocated_memory_are_both_reported(
-    tmp_path: Path,
-) -> None:
+def test_reserved_and_allocated_memory_are_both_reported(tmp_path: Path) -> None:
     run_world(train_as_on_gpus, tiny(dp=2, steps=1, layers=1), tmp_path)
     for record in read_jsonl(tmp_path / "metrics.jsonl"):  # of the fullest rank each
         assert (record["memory_bytes"], record["memory_reserved_bytes"]) == (101, 300)

@@ -9,7 +9,6 @@ import pytest
 
 from support.stand_in_gpus import driver
 from titanlike.device import nvml
-from titanlike.device.memory import free_memory
 
 
 @pytest.mark.parametrize(
@@ -34,7 +33,6 @@ def test_gpus_are_those_that_cuda_shows_to_the_process(
     assert [gpu.free >> 30 for gpu in found] == free
     assert {gpu.name for gpu in found} <= {"NVIDIA H200"}
     assert all(gpu.total == 80 << 30 and gpu.capability == (9, 0) for gpu in found)
-    assert not free or free_memory() == min(free) << 30
 
 
 def test_no_driver_and_no_library_mean_no_gpu(

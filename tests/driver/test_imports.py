@@ -92,9 +92,7 @@ def test_a_package_called_as_a_module_of_the_standard_library_is_to_be_renamed(
         import_object("wave.net.Model")
 
 
-def test_a_configs_external_imports_are_shown_before_execution(
-    packages: Path,
-) -> None:
+def test_a_configs_external_imports_are_shown_before_execution(packages: Path) -> None:
     """With the file, also in a package without __init__.py; and what Hydra's section names."""
     named = {"model": "elsewhere.deep.models.Model", "loss": "spread.inner.models.loss"}
     words = run_folder(packages, f"{named['model']}}}\nloss: {{name: {named['loss']}")

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from support.paths import ROOT
-from support.sweep_folders import COMMAND, age, config, done, log, steps
+from support.sweep_folders import age, config, done, log, steps
 from titanlike.driver.sweep_status import Job, SweepSpec, add_jobs, read_spec, write_spec
 from titanlike.driver.sweep_table import read_table
 from titanlike.launch.heartbeat import Beat, Heartbeat
@@ -23,7 +23,7 @@ def test_a_job_is_running_as_long_as_its_heart_beats(tmp_path):
     run_dir = tmp_path / "0"
     config(run_dir)
     log(run_dir, steps(5))
-    write_spec(tmp_path, SweepSpec(COMMAND, "loss", "", [Job(0, "0", [], [])]))
+    write_spec(tmp_path, SweepSpec("loss", "", [Job(0, "0", [], [])]))
 
     def look() -> Beat:
         return Beat(0, 0, 0.0, "host", 1, 5, "step", "", 0.0, 0.0)
@@ -44,12 +44,10 @@ def test_a_job_is_running_as_long_as_its_heart_beats(tmp_path):
     assert status() == "completed"
 
 
-def test_a_job_that_was_not_started_waits_and_one_with_a_result_has_ended(
-    tmp_path,
-):
+def test_a_job_that_was_not_started_waits_and_one_with_a_result_has_ended(tmp_path):
     """A tool's jobs keep their files in a folder of their own."""
     jobs = [Job(i, str(i), [f"seed={i}"], [f"seed={i}"]) for i in range(3)]
-    write_spec(tmp_path, SweepSpec(COMMAND, "tokens_per_second", "bench", jobs))
+    write_spec(tmp_path, SweepSpec("tokens_per_second", "bench", jobs))
     done(tmp_path / "0" / "bench", value=512.0)
     (tmp_path / "1").mkdir()
     done(tmp_path / "1", value=9e9)  # of a training run in the same place: not the tool's
@@ -95,7 +93,7 @@ def test_the_last_record_is_read_from_the_end_of_a_long_file(tmp_path):
 def test_a_run_without_a_complete_record_has_no_metrics(tmp_path):
     """It is a row like others; a result that is torn, as a copy that broke off leaves it, is
     none."""
-    write_spec(tmp_path, SweepSpec(COMMAND, "loss", "", [Job(i, str(i), [], []) for i in range(4)]))
+    write_spec(tmp_path, SweepSpec("loss", "", [Job(i, str(i), [], []) for i in range(4)]))
     for number, text in enumerate((b"", b"\n", b'{"step": 1, "lo', b"\xff\xfe\n[1]\n{}\n")):
         folder = tmp_path / str(number)
         config(folder)
@@ -111,7 +109,7 @@ def test_the_best_job_is_the_one_that_the_objective_says(tmp_path, value):
     """The most tokens a second, or the least of a loss. A loss that is nan, or of a job that did
     not complete, is never the best."""
     jobs = [Job(i, str(i), [f"seed={i}"], []) for i in range(4)]
-    write_spec(tmp_path, SweepSpec(COMMAND, value, "", jobs))
+    write_spec(tmp_path, SweepSpec(value, "", jobs))
     for number, size in enumerate((math.nan, 2.0, 3.0, 1.0 if not OBJECTIVES[value] else 9.0)):
         names = [name for name in OBJECTIVES if name != "memory_bytes" or math.isfinite(size)]
         log(tmp_path / str(number), [{"step": 1, **{name: size for name in names}}])
@@ -122,9 +120,7 @@ def test_the_best_job_is_the_one_that_the_objective_says(tmp_path, value):
 
 def test_a_job_that_failed_before_it_validated_has_no_validation_loss(tmp_path):
     """Its training loss is not compared with the others' validation losses."""
-    write_spec(
-        tmp_path, SweepSpec(COMMAND, "val_loss", "", [Job(i, str(i), [], []) for i in (0, 1)])
-    )
+    write_spec(tmp_path, SweepSpec("val_loss", "", [Job(i, str(i), [], []) for i in (0, 1)]))
     for number, status in enumerate(("completed", "failed")):
         log(
             tmp_path / str(number),
@@ -136,9 +132,7 @@ def test_a_job_that_failed_before_it_validated_has_no_validation_loss(tmp_path):
 
 def test_the_tasks_of_an_array_add_jobs_at_once_and_none_is_lost_or_twice(tmp_path):
     """Nor does a line that a killed task has torn take another with it."""
-    write_spec(
-        tmp_path, SweepSpec("python train.py -m", "loss", "", [Job(0, "0", ["pp=1"], ["pp=1"])])
-    )
+    write_spec(tmp_path, SweepSpec("loss", "", [Job(0, "0", ["pp=1"], ["pp=1"])]))
     with (tmp_path / "sweep.jsonl").open("a") as file:
         file.write('{"number": 7, "fol')
     add_jobs(tmp_path, [Job(41, "41", ["a=" + "y" * 5000], [])])
@@ -164,11 +158,10 @@ def test_a_plan_comes_back_as_it_was_but_for_its_credentials(tmp_path):
         add_jobs(tmp_path, [])
     secret = "hf_" + "a1B2" * 8
     jobs = [Job(0, "0", [f"model.hf_token={secret}", "pp=1"], ["pp=1"])]
-    spec = SweepSpec(f"python train.py -m pp=1 model.hf_token={secret}", "mfu", "verify", jobs)
+    spec = SweepSpec("mfu", "verify", jobs)
     write_spec(tmp_path, spec)
     add_jobs(tmp_path, [Job(1, "1", [f"model.hf_token={secret}"], [])])
     assert secret not in (tmp_path / "sweep.jsonl").read_text()
     back = read_spec(tmp_path)
     assert (back.value, back.inner) == ("mfu", "verify")
-    assert back.command == "python train.py -m pp=1 model.hf_token=***"
     assert back.jobs[0] == Job(0, "0", ["model.hf_token=***", "pp=1"], ["pp=1"])

@@ -186,8 +186,7 @@ pp: 2
 
 
 def test_a_config_file_that_is_not_to_be_composed_is_refused_by_its_name(tmp_path: Path) -> None:
-    """Without the line that gives its keys their place; with aliases that no machine can write
-    out."""
+    """Without the line that gives its keys their place; with aliases that no machine expands."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "experiment/bare.yaml").write_text("steps: 5\nlr: {name: cosine}\n")

@@ -59,9 +59,7 @@ def result(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())
 
 
-def test_resume_runs_the_failed_invalid_and_killed_jobs_of_a_sweep(
-    tmp_path: Path,
-) -> None:
+def test_resume_runs_the_failed_invalid_and_killed_jobs_of_a_sweep(tmp_path: Path) -> None:
     words = ["steps=1", "seed=3,five,7,8", f"run_dir={tmp_path}"]
     first = sweep(*words, "sweep.parallel=2")
     waits = tmp_path / "2" / "first"
@@ -130,6 +128,7 @@ def test_a_sweep_in_a_file_is_grouped_and_named_in_wandb(tmp_path: Path) -> None
     where = ["--config-dir", tmp_path, f"run_dir={tmp_path}/night", "experiment=pair"]
     code, out, _ = Launched("trains", *where, *tiny, "steps=1", program=JOBS).wait()
     assert code == 0 and "2 of 2 done" in out
+    assert "hydra.mode=RUN" in out[out.index("\nbest ") :].splitlines()[2], "or it is a sweep again"
     files = [*(tmp_path / "night").glob("?/wandb/**/*.wandb")]
     runs = [read_wandb_file(file) for file in sorted(files)]
     assert [(run.group, run.name) for run in runs] == [("night", "lr=wsd"), ("night", "lr=cosine")]

@@ -48,9 +48,7 @@ def by_transformers(folder: Path, prompt: list[int]) -> list[int]:
 
 
 FAMILIES = cells(
-    {
-        "gpt2": with_args(GPT2, n_positions=128),
-    },
+    {"gpt2": with_args(GPT2, n_positions=128)},
     {
         "hf-qwen3": with_args(model_of("qwen3"), max_seq_len=128, vocab_size=257),
         "moe": MOE,

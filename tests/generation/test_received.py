@@ -239,9 +239,7 @@ def test_every_string_of_a_received_file_is_classified() -> None:
 
 
 @pytest.mark.slow
-def test_evaluating_a_received_run_opens_nothing_else(
-    forge: Forge,
-) -> None:
+def test_evaluating_a_received_run_opens_nothing_else(forge: Forge) -> None:
     """Each process watched, in a working directory with modules that would stand for libraries."""
     change: dict[str, Any] = {}
     for one, said in CONFIG:

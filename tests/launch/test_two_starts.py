@@ -181,9 +181,7 @@ def test_a_checkpoint_is_deleted_though_another_process_writes_there(
 
 
 @pytest.mark.slow
-def test_a_second_launch_of_a_sweep_names_the_owner_unless_it_is_dead(
-    tmp_path: Path,
-) -> None:
+def test_a_second_launch_of_a_sweep_names_the_owner_unless_it_is_dead(tmp_path: Path) -> None:
     words = [
         "-m",
         *TINY,

@@ -178,9 +178,7 @@ def test_steps_that_are_done_again_replace_those_undone_in_every_sink(tmp_path: 
     assert found == {1: 2001.0, 2: 2002.0}, "TensorBoard hides what is after the last start"
 
 
-def test_a_copied_run_is_a_new_wandb_run_and_a_moved_one_is_the_same(
-    tmp_path: Path,
-) -> None:
+def test_a_copied_run_is_a_new_wandb_run_and_a_moved_one_is_the_same(tmp_path: Path) -> None:
     def start(name: str) -> tuple[str, str]:
         log_start(tmp_path / name, 0, [], {"run_dir": str(tmp_path / name)}, {})
         return run_id(tmp_path / name)

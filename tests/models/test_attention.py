@@ -39,12 +39,7 @@ from titanlike.models import document_attention as kernels
 from titanlike.models import documents as documents_module
 from titanlike.models.attention import attention
 from titanlike.models.document_attention import document_blocks, document_mask
-from titanlike.models.documents import (
-    Documents,
-    attention_inputs,
-    document_spans,
-    with_host_copy,
-)
+from titanlike.models.documents import Documents, attention_inputs, document_spans, with_host_copy
 from titanlike.models.llama import rotary_table, rotate
 from titanlike.models.registry import build_model
 from titanlike.torch_private.operators import operator_names
@@ -181,9 +176,7 @@ def test_block_masks_match_torchs(window: int | None) -> None:
     assert found.full_kv_num_blocks.sum() > 0 or window == 100
 
 
-def test_block_lists_are_contiguous_in_a_compiled_block(
-    flex_on_cpu: None,
-) -> None:
+def test_block_lists_are_contiguous_in_a_compiled_block(flex_on_cpu: None) -> None:
     """Flex attention reads them as rows, and inductor may transpose what it makes itself. The
     kernel needs a GPU."""
     graphs: list[str] = []

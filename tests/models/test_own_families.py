@@ -100,9 +100,7 @@ def test_the_config_of_an_export_asks_for_the_same_sizes(model_type: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_swiglu_saves_only_gate_and_up_with_equal_gradients(
-    dtype: torch.dtype,
-) -> None:
+def test_swiglu_saves_only_gate_and_up_with_equal_gradients(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     mlp = MLP(16, 24).to(dtype)
     kept: list[torch.Size] = []

@@ -53,12 +53,7 @@ class Extending(torch.optim.SGD):
 
 @pytest.mark.parametrize(
     "choice",
-    [
-        AdamW(),
-        Sgd(),
-        Muon(),
-        CustomOptimizer(f"{__name__}.Extending", lr=0.01),
-    ],
+    [AdamW(), Sgd(), Muon(), CustomOptimizer(f"{__name__}.Extending", lr=0.01)],
 )
 def test_the_average_matches_torchs_averaged_model_without_skipped_steps(
     choice: AdamW | Sgd | Muon | CustomOptimizer,

@@ -46,9 +46,7 @@ def test_muon_in_layouts_matches_one_process(config: Config, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("settings", [Muon(), OTHER])
-def test_block_matrices_match_torchs_muon_and_others_adamw(
-    settings: Muon,
-) -> None:
+def test_block_matrices_match_torchs_muon_and_others_adamw(settings: Muon) -> None:
     """Over several steps of a warm-up, to the last bit, in one process in bf16."""
     config = tiny(layers=2, optimizer=settings, precision=Precision("bf16"), tied=False)
     model, right = (seeded_model(config) for _ in range(2))
@@ -125,9 +123,7 @@ def test_a_pattern_that_matches_nothing_or_everything_is_refused(settings: dict,
     assert said in str(problem)
 
 
-def test_each_matrix_is_orthogonalized_by_one_rank_in_equal_shares(
-    tmp_path: Path,
-) -> None:
+def test_each_matrix_is_orthogonalized_by_one_rank_in_equal_shares(tmp_path: Path) -> None:
     shapes = [(64, 64)] * 4 + [(176, 64)] * 2 + [(64, 176)]
     owners = muon.deal(shapes, 2)
     costs = [min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes]

@@ -210,9 +210,7 @@ def test_an_elementwise_optimizer_in_a_layout_matches_one_process(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_run_with_a_custom_optimizer_resumes_bitwise(
-    tmp_path: Path,
-) -> None:
+def test_a_run_with_a_custom_optimizer_resumes_bitwise(tmp_path: Path) -> None:
     own = [f"optimizer.name={LION}", "optimizer.weight_decay=0.1", f"lr.name={SQUARE_ROOT}"]
     words = [*TINY, *own, "lr.warmup=2", "data=synthetic", "checkpoint.last=true"]
     for run, more in (("whole", []), ("parts", ["steps=3"]), ("parts", [])):

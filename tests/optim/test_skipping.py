@@ -71,12 +71,7 @@ def spoiled(pp: int = 1, dp: int = 1, **changed: Any) -> Config:
 
 MOMENTUM = Sgd(lr=0.1, momentum=0.9, weight_decay=0.1)
 OWN = CustomOptimizer("torch.optim.NAdam", {}, lr=0.01)
-OPTIMIZERS = {
-    "AdamW": AdamW(),
-    "momentum": MOMENTUM,
-    "Muon": Muon(),
-    "the user's own": OWN,
-}
+OPTIMIZERS = {"AdamW": AdamW(), "momentum": MOMENTUM, "Muon": Muon(), "the user's own": OWN}
 KINDS = ["nonfinite" if step in BAD else None for step in range(1, 6)]
 EXPECTED = [(kind, kind is None) for kind in KINDS]
 

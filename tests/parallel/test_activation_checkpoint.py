@@ -238,10 +238,7 @@ NO_BLOCKS = {
     "model": Custom("torch.nn.Embedding", {"num_embeddings": 64, "embedding_dim": 64}),
     "pp": 1,
 }
-FIT = {
-    "model": Custom("support.unreached.Net"),
-    "activation_checkpoint": Fit(memory=700_000),
-}
+FIT = {"model": Custom("support.unreached.Net"), "activation_checkpoint": Fit(memory=700_000)}
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,7 @@ def drawn_after_resume(config: Config, worker: Worker) -> tuple[int, Tensor]:
 
 
 @pytest.mark.slow
-def test_tp_ranks_draw_equal_masks_after_resuming_from_tp_1(
-    tmp_path: Path,
-) -> None:
+def test_tp_ranks_draw_equal_masks_after_resuming_from_tp_1(tmp_path: Path) -> None:
     case = replace(config(), steps=1, checkpoint=Checkpoint(last=True))
     run_world(train, replace(case, tp=1, dp=2), tmp_path)
     (step, mine), (_, other) = run_world(drawn_after_resume, replace(case, steps=2), tmp_path)

@@ -91,11 +91,7 @@ class CostSet:
         if not by_memory:
             seconds = zip(self.forward, self.inputs, self.weights, strict=True)
             each = [sum(unit) for unit in seconds]
-        costs = StageCosts(
-            None,
-            [round(1e6 * value) for value in each],
-            [1] * len(place),
-        )
+        costs = StageCosts(None, [round(1e6 * value) for value in each], [1] * len(place))
         return tuple(best_split(costs, place).starts)
 
     def least_memory(self) -> float:

@@ -37,13 +37,7 @@ from titanlike.config.schema import Hardware
 from titanlike.costs.node_costs import Operator
 from titanlike.planning.estimate import Estimate, make_estimate
 from titanlike.planning.known_hardware import planned_hardware
-from titanlike.planning.stage_times import (
-    LayoutTimes,
-    Roofline,
-    Seconds,
-    UnitTimes,
-    unit_times,
-)
+from titanlike.planning.stage_times import LayoutTimes, Roofline, Seconds, UnitTimes, unit_times
 from titanlike.training.train_plan import TrainPlan, make_plan
 
 

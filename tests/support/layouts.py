@@ -94,11 +94,7 @@ RECOMPUTE = {
     "every": lambda: EveryActivationCheckpoint(every=3),
     "fit": lambda: FitActivationCheckpoint(memory=700_000),
 }
-OPTIMIZER = {
-    "adamw": AdamW,
-    "sgd": lambda: Sgd(lr=10.0, momentum=0.9, clip=0.01),
-    "muon": Muon,
-}
+OPTIMIZER = {"adamw": AdamW, "sgd": lambda: Sgd(lr=10.0, momentum=0.9, clip=0.01), "muon": Muon}
 LOSS = {"whole": CrossEntropy, "chunks": lambda: ChunkedCrossEntropy(chunk=16)}
 DIMENSIONS: dict[str, list[Any]] = {
     "schedule": ["1f1b", *(name for name in SCHEDULES if name != "1f1b")],

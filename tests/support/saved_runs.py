@@ -96,8 +96,7 @@ def checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], object] = lambda _: None) -> None:
-    """Make index and marker fit state.json, after a change of the index, as whoever plants one
-    would."""
+    """Make index and marker fit state.json after a change of the index, as who plants one would."""
     text, state = (folder / INDEX).read_text(), (folder / STATE).read_bytes()
     content = json.loads(text)
     content["state.json"] = [len(state), checksum(state)]

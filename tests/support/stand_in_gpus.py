@@ -58,12 +58,7 @@ int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) {
 """
 
 
-def gpus(
-    patch: pytest.MonkeyPatch,
-    count: int,
-    kind: str = "cuda",
-    module: Any = None,
-) -> None:
+def gpus(patch: pytest.MonkeyPatch, count: int, kind: str = "cuda", module: Any = None) -> None:
     """As torch sees a machine with so many GPUs. module: in place of torch.cuda, which may be asked
     for nothing else unless it has it."""
     patch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device(kind))

@@ -12,8 +12,6 @@ from titanlike.driver.sweep_status import Job, SweepSpec, write_spec
 from titanlike.metrics.run_files import write_result
 from titanlike.metrics.sinks import JsonlSink
 
-COMMAND = "python train.py -m steps=40 schedule=gpipe,1f1b,interleaved1f1b pp=1,2 seed=0,1"
-
 
 def log(run_dir: Path, records: list[dict[str, Any]], start: int = 0) -> Path:
     """metrics.jsonl of a run that goes on from step `start`."""
@@ -71,7 +69,7 @@ def every_status(folder: Path) -> None:
             f"seed={number % 2}",
         ]
         jobs.append(Job(number, str(number), ["steps=40", *swept], swept))
-    write_spec(folder, SweepSpec(COMMAND, "val_loss", "", jobs))
+    write_spec(folder, SweepSpec("val_loss", "", jobs))
     for number in (0, 1, 2, 11):
         log(folder / str(number), steps(40, 2 + number / 7, 1e4 + number))
         done(folder / str(number), overrides=jobs[number].overrides)

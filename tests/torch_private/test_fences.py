@@ -25,9 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import (
-    checkpoint,
-)
+from torch.utils.checkpoint import checkpoint
 
 from support.models import tiny
 from support.opened import Opened, opened

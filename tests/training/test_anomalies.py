@@ -312,9 +312,7 @@ def test_a_batch_without_targets_is_reported(
     assert "learning rate" not in str(raised.value) and "optimizer.lr" not in str(raised.value)
 
 
-def test_steps_without_targets_are_skipped_on_request(
-    tmp_path: Path,
-) -> None:
+def test_steps_without_targets_are_skipped_on_request(tmp_path: Path) -> None:
     data = Custom("support.data.left_out", {"vocab_size": 64, "train": False, "validation": True})
     config = tiny(layers=2, data=data, steps=2, on_nonfinite="skip", validation=Validation(every=2))
     run_world(train, config, tmp_path)

@@ -37,9 +37,7 @@ from titanlike.training.loop import train
 
 SPIKES = {"on_spike": "skip", "spike_window": 2}
 UNREACHED = Custom("support.unreached.Net", {"block": "Alternating"})
-LAYOUTS = {
-    "a pipeline with tied weights, watching for spikes": tiny(pp=2, tied=True, **SPIKES),
-}
+LAYOUTS = {"a pipeline with tied weights, watching for spikes": tiny(pp=2, tied=True, **SPIKES)}
 MORE_LAYOUTS = {
     "a pipeline of shards, zero bubble, SGD": tiny(
         pp=2, dp=2, schedule="zbvzerobubble", optimizer=Sgd(lr=0.1, momentum=0.9)

@@ -104,10 +104,7 @@ def plain(config: Config, step: int) -> dict[str, float]:
 
 FUNCTIONS = {"accuracy": accuracy, "margin": margin}
 CHUNKED = ChunkedCrossEntropy(chunk=24)
-LAYOUTS = {
-    **meshes("pp=2 dp=2", "cp=2"),
-    "tp=2, chunked": {"tp": 2, "loss": CHUNKED},
-}
+LAYOUTS = {**meshes("pp=2 dp=2", "cp=2"), "tp=2, chunked": {"tp": 2, "loss": CHUNKED}}
 MORE_LAYOUTS = {
     **meshes("one process", "tp=2", "pp=2 cp=2 tp=2"),
     "chunked": {"loss": CHUNKED},

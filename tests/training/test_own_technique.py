@@ -94,9 +94,7 @@ def compared(config: Config, worker: Worker, kind: type[LayerDrop]) -> tuple[boo
     return found.agrees, found.groups
 
 
-LAYOUTS = {
-    "pp=2, dp=2": tiny(pp=2, dp=2, layers=4, schedule=Schedule("1f1b", 2)),
-}
+LAYOUTS = {"pp=2, dp=2": tiny(pp=2, dp=2, layers=4, schedule=Schedule("1f1b", 2))}
 MORE_LAYOUTS = {
     "pp=2, zbv": tiny(pp=2, layers=4, schedule=Schedule("zbvzerobubble")),
     "dp=2, zero 3, recomputed": tiny(

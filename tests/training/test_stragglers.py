@@ -50,9 +50,7 @@ def test_a_slow_rank_is_named_once_with_its_machine(tmp_path: Path) -> None:
     assert (last["busy_seconds"], last["busiest_seconds"]) == (0.625, 0.75)
 
 
-def test_every_rank_reports_its_mean_wait_periodically(
-    tmp_path: Path,
-) -> None:
+def test_every_rank_reports_its_mean_wait_periodically(tmp_path: Path) -> None:
     run_world(train_many, short(1, 2), tmp_path)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "busiest_rank" in record] == [3]
@@ -107,9 +105,7 @@ def test_waits_between_steps_are_not_attributed(monkeypatch: pytest.MonkeyPatch)
     assert found.waited() == 1, "of the step alone: from its begin to the norm"
 
 
-def test_all_gather_waits_are_sampled_on_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_gather_waits_are_sampled_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two events for each of many blocks would cost each step something."""
     group = SimpleNamespace(
         **dict.fromkeys(("unshard", "post_backward", "finalize_backward"), lambda: None),

@@ -185,7 +185,6 @@ def some_names(names: Sequence[str], most: int = 3) -> str:
 
 
 def abbreviates(short: str, word: str) -> bool:
-    """Return whether `short` is the first letter of `word` and later ones in order (hf of
-    huggingface)."""
+    """Return whether `short` is `word`'s first letter and later ones in order (hf, huggingface)."""
     letters = iter(word.lower())
     return short[:1].lower() == word[:1].lower() != "" and all(c in letters for c in short.lower())

@@ -1,5 +1,4 @@
-"""Files that the program writes: strict JSON (NaN and infinities as strings), regular files, atomic
-writes."""
+"""Files that the program writes: strict JSON (NaN is "nan"), regular files, atomic writes."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def dumps(record: dict[str, Any]) -> str:
-    """Write one line of strict JSON; floats round-trip to the last bit, NaN is "nan", infinity
-    "inf"."""
+    """Write a line of strict JSON; floats round-trip to the last bit, NaN and inf are strings."""
     return json.dumps(_finite(record), allow_nan=False)
 
 
@@ -228,8 +226,7 @@ def atomic_write_text(path: Path, text: str, sync: bool = True) -> None:
 
 
 def atomic_write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
-    """Write `path` so that readers, with `sync` also after a crash, see the old file or the new
-    one."""
+    """Write `path` so that readers (`sync`: also after a crash) see the old file or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as temporary, open(temporary, "xb") as file:
         file.write(data)

@@ -1,5 +1,4 @@
-"""`--help`: the commands, then every key with its default and meaning. Imports neither torch nor
-Hydra."""
+"""`--help`: the commands, then every key with its default and meaning. No torch, no Hydra."""
 
 from __future__ import annotations
 

@@ -178,8 +178,7 @@ def _hydra_imports(section: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_hydras(path: str) -> bool:
-    """Return whether code belongs to Hydra or logging, not to a module that these import
-    (logging.os.system)."""
+    """Return whether code is Hydra's or logging's, not of what they import (logging.os.system)."""
     if not path.startswith(_HYDRA_CODE):
         return False
     parts, folders = path.split("."), None

@@ -47,8 +47,7 @@ def _file(run: Path, named: Mapping[str, Any]) -> Path:
 
 
 def _is_private(place: Path) -> bool:
-    """Whether a file or folder is this user's, and only this user and root may change or replace
-    it."""
+    """Whether a file or folder is this user's, and only they and root may change or replace it."""
     path = place.resolve()
     for depth, each in enumerate((path, *path.parents)):
         status = each.stat()

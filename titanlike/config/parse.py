@@ -151,8 +151,7 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
 
 
 def section_of(group: str, plain: dict[str, Any]) -> tuple[Any, list[Problem]]:
-    """Convert a plain section as if it were the group itself; return it (None if invalid) and its
-    problems."""
+    """Convert a plain section as if it were the group; return it (None = invalid), and problems."""
     problems: list[Problem] = []
     return _group(group, plain, problems), problems
 

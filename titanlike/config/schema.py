@@ -912,7 +912,7 @@ class Sweep:
     resume: bool = key(False, "run the unfinished jobs of run_dir's sweep, and resume stopped ones")
     parallel: int = key(
         1,
-        "concurrent jobs of this command; on several GPUs run a command for each GPU, in a run_dir of its own",
+        "concurrent jobs of this command; on several GPUs run one for each GPU, in its own run_dir",
         ge=1,
         le=100_000,
     )

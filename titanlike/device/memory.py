@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -76,23 +75,6 @@ def total_memory(device: torch.device, local_ranks: int, shared: int = 1) -> int
     except (OSError, ValueError):
         return None
     return total // local_ranks
-
-
-def free_memory() -> int | None:
-    """Free bytes on the fullest visible accelerator, counting all processes; None = unknown.
-
-    Without NVML a subprocess asks, since a CUDA context occupies device memory.
-    """
-    from titanlike.device.nvml import visible_gpus
-
-    if gpus := visible_gpus():
-        return min(gpu.free for gpu in gpus)
-    each = "(a.get_memory_info(i)[0] for i in range(a.device_count()))"
-    command = [sys.executable, "-c", f"import torch; a = torch.accelerator; print(min({each}))"]
-    try:
-        return int(subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=120))
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
 
 
 def prepare_allocator(device: torch.device) -> None:

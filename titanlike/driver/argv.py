@@ -104,8 +104,7 @@ def _overrides(words: list[str]) -> Iterator[str | InvalidOverride]:
 
 
 def _spaced(word: str, words: list[str]) -> str | InvalidOverride:
-    """Join `steps 3`, `steps = 3`, `steps =3`, `steps= 3` or `steps: 3` to an override; else return
-    the word."""
+    """Join `steps 3`, `steps = 3`, `steps= 3`, `steps: 3` to an override, or return the word."""
     typed, key = [word], word.rstrip("=:")
     if words and (words[0] == "=" or re.fullmatch(r"=\S+", words[0])):
         typed.append(words.pop(0))
@@ -151,7 +150,6 @@ def complete_args(args: argparse.Namespace) -> None:
         extra.append(str(conf_dir()))
     args.config_name = args.config_name or "config"
     args.notes = []  # printed before anything starts
-    args.implied = []  # overrides added here, not typed by the user
     given = []
     for text in args.overrides:
         if text.startswith("hydra.searchpath=") and (override := parse_override(text)):
@@ -190,9 +188,8 @@ def _complete_choices(args: argparse.Namespace) -> None:
     custom = {g for g in OPEN_GROUPS if "." in str((in_run.get(g) or {}).get("name"))}
     if finished is not None or (shipped and "experiment" not in map(key_of, args.overrides)):
         added = sorted(named - chosen - custom)
-        args.implied += [f"{group}=own" for group in added]
+        args.overrides = [*(f"{group}=own" for group in added), *args.overrides]
         chosen |= set(added)
-    args.overrides = [*args.implied, *args.overrides]
     if before and not {"run_dir", "hydra.run.dir"} & {*map(key_of, args.overrides)}:
         copied = os.path.exists(before)
         what = f"a copy of {before}, which stays as it is" if copied else f"which was in {before}"
@@ -207,8 +204,7 @@ def _complete_choices(args: argparse.Namespace) -> None:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """Return a file's mapping; {} if there is none or it is unreadable, which is reported when
-    composing."""
+    """Return a file's mapping; {} if it cannot be read, which is reported when composing."""
     try:
         config = read_yaml(path)
     except (OSError, ValueError):

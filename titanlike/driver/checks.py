@@ -95,8 +95,7 @@ def problems(
 
 
 def secret_problems(plain: dict[str, Any]) -> list[Problem]:
-    """Return problems for passwords, keys and tokens, which would be written to config.yaml and
-    W&B."""
+    """Return problems for passwords, keys and tokens: they would be in config.yaml and W&B."""
     return [_secret_problem(key, reason) for key, reason in credentials.find_secrets(plain)]
 
 

@@ -80,8 +80,7 @@ def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
 
 
 class Task:
-    """The callable that Hydra calls with each composed config, of a run or a sweep's job in this
-    process."""
+    """What Hydra calls with each composed config, of a run or a sweep's job in this process."""
 
     def __init__(self, runner: JobRunner) -> None:
         self.runner = runner
@@ -92,8 +91,7 @@ class Task:
         self._pid = os.getpid()
 
     def __call__(self, composed: DictConfig) -> float | None:
-        """Run the job; return the value that a sweeper compares. Raises JobFailed if a sweep's job
-        failed."""
+        """Run the job; return its value for a sweeper. Raises JobFailed if a sweep's job failed."""
         hydra = HydraConfig.get()
         run_dir = Path(hydra.runtime.output_dir)
         overrides = [from_hydra(text) for text in hydra.overrides.task]
@@ -127,8 +125,7 @@ class Task:
 
 
 def _run_elsewhere(runner: JobRunner, *job: Any) -> JobEnd:
-    """Call `runner.run(*job)` in a process that did not call `drive`, alone or as one of srun's
-    ranks."""
+    """Call `runner.run(*job)` in a process that did not call `drive`, alone or as srun's rank."""
     adopt_slurm()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return runner.run(*job)
@@ -146,8 +143,7 @@ def _run_elsewhere(runner: JobRunner, *job: Any) -> JobEnd:
 
 
 def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
-    """Check everything and open the sweep. Return the exit code if the command ends here, else
-    None."""
+    """Check everything and open the sweep. Return the exit code if the command ends here."""
     state = task.runner.restart_state
     paths = {key: state.get(key) for key in ("hydra.run.dir", "hydra.sweep.dir")}
     # a restart writes into the folders of the first launch
@@ -200,8 +196,7 @@ def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
 
 
 def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> list[Problem]:
-    """Return every problem of the command; the configs of a sweep's jobs are checked later, one by
-    one."""
+    """Return every problem of the command; a sweep's jobs are checked later, one by one."""
     from titanlike.checkpoint.discovery import resumed_config
     from titanlike.driver import checks
 

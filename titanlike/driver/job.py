@@ -49,8 +49,7 @@ class JobRunner:
     callbacks: tuple[object, ...] = ()  # for a job in this process, see Worker
 
     def job_of(self, config: Config) -> str:
-        """Return the job's function: with `verify` before the first launch, training with that
-        comparison."""
+        """Return the job's function: with `verify`, at the first launch it also compares."""
         if self.function != TRAIN or config.world_size == 1 or config.verify.name == "off":
             return self.function
         return FIRST_START if config.verify.name == "required" or outside_code(config) else TRAIN
@@ -195,7 +194,7 @@ class JobEnd:
 
 
 def with_run_name(config: Config, sweep: str, name: str) -> Config:
-    """Set W&B's group and run name for a sweep's job, unless the user did (a name: in the config)."""
+    """Set W&B's group and run name of a sweep's job, unless the user did (name: in the config)."""
     if not isinstance(config.logger, Wandb):
         return config
     group = config.logger.group or os.environ.get("WANDB_RUN_GROUP") or sweep

@@ -120,8 +120,7 @@ class Advice:
         return Problem(f"~{key}", "", "nothing can be removed", fix or "leave it out")
 
     def rejected_key(self, override: Override, error: Exception | None) -> Problem:
-        """Return why an override cannot be applied. error: Hydra's, or None for a key that is not
-        in the schema."""
+        """Return why an override cannot be applied. error: Hydra's; None = an unknown key."""
         key = override.key_or_group
         value = "" if override.is_delete() else override.get_value_string()
         if key in self.known and override.is_add():
@@ -154,8 +153,7 @@ class Advice:
         return list(flat_keys(self.composed))
 
     def default(self, key: str) -> str:
-        """Return an override that sets the key, or the group, to its current value; "" if there is
-        none."""
+        """Return an override that sets the key, or the group, to its current value, or ""."""
         chosen = self.composed.hydra.runtime.choices
         if key not in chosen:  # a mapping: propose its first key
             names = (name for name in flat_keys(self.in_files) if f"{name}.".startswith(f"{key}."))

@@ -113,8 +113,7 @@ class CheckedOverrides:
         # value of an environment variable in ${oc.env:NAME} -> its name
         self.environment = environment(" ".join(args.overrides))
         self.new_folder: Path | None = None  # named by time: no other launch may write there
-        # printed before anything starts: a moved run, imports from outside, entries of a mapping
-        # that stay
+        # printed before anything starts: a moved run, foreign imports, entries that stay
         self.notes: list[str] = [*args.notes]
         self._config_name: str = args.config_name
         self._compositions: dict[tuple[str, ...], DictConfig] = {}  # by groups' choices
@@ -184,8 +183,7 @@ class CheckedOverrides:
         groups = [o for o in self._overrides if self._repository.group_exists(o.key_or_group)]
         single = [o for o in groups if not o.is_sweep_override()]
         choices = tuple(str(o.input_line) for o in single)
-        # whether a group may be added shows only in the bare defaults; Hydra keeps none of
-        # several choices
+        # only bare defaults show whether a group may be added: of several, Hydra keeps none
         if not any(o.is_add() or isinstance(o.value(), list) for o in single):
             with contextlib.suppress(Exception):  # reported when the choices are checked
                 composed = self._compose([*self._lines, *choices])
@@ -311,8 +309,7 @@ class CheckedOverrides:
         # also numbers out of bounds, if the fix is one override
         problems += [p for p in validate.problems(config) if len(typed_words(p.fix)) == 1]
         keys = [o.key_or_group for o in values]
-        # checks that need the model, if no user code would run, on the config with the fixes of
-        # other keys applied
+        # what needs the model, if no user code would run, with the fixes of other keys applied
         if "split" in new and not any(named_code(plain, {})):
             from titanlike.training.preflight import preflight  # imports torch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -48,7 +47,6 @@ class SweepRun:
     inner: str  # a tool's folder inside a job's folder, or ""
     grid: bool  # whether all jobs are known from the start (a search adds them as it goes)
     fixed: frozenset[str]  # keys with one value in all jobs
-    implied: list[str] = field(default_factory=list)  # overrides added by the program
     restart: bool = False  # whether this command was launched before
     check: bool = False  # --check
     base: int = 0  # resumed search: number of the first new job
@@ -88,7 +86,7 @@ class SweepRun:
         reason, fix = "", "run_dir=outputs/NAME"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = self.folder / f".{SWEEP_FILE}.all.lock"
+            lock = self.folder / f".{SWEEP_FILE}.run.lock"
             self.lock, who = claim(lock, _RESTART_PATIENCE if self.restart else 0.0)
             spec = read_spec(self.folder)
             self.opening.unlink(missing_ok=True)
@@ -97,7 +95,7 @@ class SweepRun:
             elif spec is None and (self.folder / "config.yaml").exists():
                 reason = "has a run, not a sweep"
             elif spec is None:
-                new = SweepSpec(shlex.join(self._again()), self.value, self.inner, [], self.implied)
+                new = SweepSpec(self.value, self.inner)
                 spec = None if write_spec(self.folder, new) else read_spec(self.folder)
             self.begun = spec is not None or not self.grid
         except OSError as error:
@@ -183,8 +181,7 @@ class SweepRun:
         return self._add_job(str(number), number, job_overrides(overrides))
 
     def register(self, overrides: list[str], number: int, run_dir: Path) -> list[str]:
-        """Add a job to the spec if it is new, from any launcher; return the overrides that it
-        varies."""
+        """Add a job to the spec if it is new; return the overrides that it varies."""
         folder = str(run_dir.relative_to(self.folder)) if run_dir != self.folder else "."
         if folder not in self.planned:
             self._add_job(folder, self.base + number, job_overrides(overrides))
@@ -221,7 +218,9 @@ class SweepRun:
             return code  # no job was planned
         self.say("")
         table = read_table(self.folder, self.ran)
-        report(table, [*self.program, *self.options], self._again(), self.say)
+        typed = {"-m", "--multirun"} & {*self.command}
+        mode = [] if typed else ["hydra.mode=RUN"]  # or a file's mode would begin the sweep again
+        report(table, [*self.program, *self.options, *mode], self._again(), self.say)
         if code:
             return code
         own_numbers = {job.number for job in self.planned.values()}
@@ -349,7 +348,6 @@ def open_sweep(
         inner=runner.folder,
         grid=settings.grid,
         fixed=settings.fixed,
-        implied=args.implied,
         restart=runner.restart,
         check=args.check,
         created=created,

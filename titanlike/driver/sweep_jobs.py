@@ -130,8 +130,7 @@ def _check_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> dict
 
 
 def _refusal(runner: JobRunner, item: Prepared) -> JobFailed | None:
-    """Return what is wrong with a job's config (errors, or the failure of a user's function), if
-    anything."""
+    """Return what is wrong with a job's config (errors, or a user's function that fails)."""
     config, problems = item.composed
     try:
         started = runner.ranks.world_size if runner.ranks else None

@@ -2,8 +2,8 @@
 torch.
 
 sweep.jsonl has a header, then a line for each job. Several processes may write a sweep's directory
-at once (tasks of a job array, a search that adds jobs), so jobs are appended; the last line of a
-number counts.
+at once (jobs that a launcher started, a search), so jobs are appended; the last line of a number
+counts.
 
 Whether a job without result.json is alive is derived from the age of files that a run rewrites
 (heartbeats, metrics.jsonl): waiting for a heartbeat to change would take 10 s or more.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import files
-from titanlike.config.credentials import redact, redact_override
+from titanlike.config.credentials import redact_override
 from titanlike.config.errors import quoted
 from titanlike.config.files import open_regular
 from titanlike.driver.job import SWEEP_FILE
@@ -47,13 +47,11 @@ class Job:
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """A sweep: the command that resumes it, its objective and its jobs."""
+    """A sweep: its objective and its jobs."""
 
-    command: str  # shell line that runs it again in the same directory
     value: str  # the objective, see `summary.objective_value`
     inner: str = ""  # a tool's folder inside each job's folder, "verify"
     jobs: list[Job] = field(default_factory=list)  # by number
-    implied: list[str] = field(default_factory=list)  # overrides added by the program
 
 
 def run_dir_word(folder: Path) -> str:
@@ -65,14 +63,13 @@ def run_dir_word(folder: Path) -> str:
 def write_spec(folder: Path, spec: SweepSpec) -> bool:
     """Write folder/sweep.jsonl atomically. Returns False if there is a spec already.
 
-    Credentials in the command and in overrides are written as ***.
+    Credentials in overrides are written as ***.
     """
-    header: dict[str, Any] = {"command": redact(spec.command), "value": spec.value}
-    header |= {"inner": spec.inner, "implied": spec.implied}
+    header = {"value": spec.value, "inner": spec.inner}
     lines = [files.dumps(header), *map(_line, spec.jobs)]
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        if (folder / SWEEP_FILE).exists():  # another task of a job array wrote it
+        if (folder / SWEEP_FILE).exists():  # another process wrote it
             return False
         files.atomic_write_text(folder / SWEEP_FILE, "\n".join(lines) + "\n")
         return True

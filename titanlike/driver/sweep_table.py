@@ -1,4 +1,4 @@
-"""A sweep's table, printed at its end: a row for each job, errors, the best job, and what is left."""
+"""A sweep's table, printed at its end: a row for each job, errors, the best job, what is left."""
 
 from __future__ import annotations
 
@@ -117,8 +117,7 @@ def terminal_lines(
 
 
 def _columns(table: Table) -> tuple[list[str], list[list[str]]]:
-    """Return the headers, and each job's cells; columns that are empty for all jobs are left
-    out."""
+    """Return the headers, and each job's cells, without columns that are empty for all jobs."""
     rows, known, keys = table.rows, table.spec.value in OBJECTIVES, table.keys
     names = _short_names(keys)
     numbers: list[tuple[str, list[Any], Callable[[Any], str]]] = [
