@@ -19,6 +19,7 @@ from titanlike.checkpoint.commands import main
 from titanlike.checkpoint.discovery import Progress
 from titanlike.checkpoint.state_dict import renamed
 from titanlike.config.schema import Config
+from titanlike.driver.checks import problems
 from titanlike.launch.worker import Worker
 
 Weights = dict[str, torch.Tensor]
@@ -151,6 +152,8 @@ def test_different_names_or_shapes_are_errors_unless_names_are_mapped(
         del found["model.norm.weight"]
 
     other = edited(source, tmp_path, other_blocks)
+    [known] = problems(warm(tmp_path / "checked", other))  # before a launch
+    assert known.key == "checkpoint.start_from" and "19 not in the checkpoint" in known.reason
     rename = {"rename": ["blocks.:model.layers."]}
     (tmp_path / "empty").mkdir()
     refused, listed, unused, missing, kept, loose, nothing, twice, none = started(

@@ -19,6 +19,7 @@ from support.exported import LLAMA, trained
 from support.models import tiny
 from support.world import run_world
 from titanlike.checkpoint.hf_export import export
+from titanlike.config.received import Consent
 from titanlike.config.schema import ChatData, Config, Sample, TextData, Validation
 from titanlike.data import registry
 from titanlike.data.chat import BUILT_IN, BadConversation, ChatTemplate, find_template
@@ -182,7 +183,7 @@ def test_every_end_of_answer_token_is_known(
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_model_that_has_learned_an_answer_stops_after_it(alone: bool, tmp_path: Path) -> None:
     """In `generate`, in samples of the run, and in transformers with what is exported; with a
-    tokenizer.json alone, too."""
+    tokenizer.json alone, too. The run can be moved without its tokenizer and template."""
     changes, asked, end = {}, "<|user|>\na\n<|assistant|>\n", 256
     if alone:
         (tmp_path / "tokenizer.json").write_text(json.dumps(byte_tokenizer("</s>")))
@@ -198,14 +199,18 @@ def test_a_model_that_has_learned_an_answer_stops_after_it(alone: bool, tmp_path
     config = trained(tmp_path / "run", LLAMA, data=data, seq_len=32, steps=40, sample=asks)
     [said] = map(json.loads, (tmp_path / "run/samples.jsonl").read_text().splitlines())
     assert said["text"] == "so"
-    for where in (config.run_dir, str(tmp_path / "out")):
-        one = load_model(where, torch.device("cpu"), torch.float32)
+    (tmp_path / "elsewhere").mkdir()
+    for path in (Path(changes["tokenizer"]), Path(changes.get("template", config.data.path))):
+        path.rename(tmp_path / "elsewhere" / path.name)
+    run = str(Path(config.run_dir).rename(tmp_path / "elsewhere" / "run"))
+    for where in (run, str(tmp_path / "out")):
+        one = load_model(where, torch.device("cpu"), torch.float32, consent=Consent())
         assert one.coder is not None and one.chat is not None
         ids = one.chat.prompt(turns[:1])
         [found] = generate(one, [ids], 12, Sampling(temperature=0))
         assert one.coder.decode(found) == "so"
-        if where == config.run_dir:
-            export(config.run_dir, str(tmp_path / "out"))
+        if where == run:
+            export(run, str(tmp_path / "out"))
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(
         torch.tensor([ids]), max_new_tokens=12, do_sample=False
     )

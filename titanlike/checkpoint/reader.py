@@ -41,7 +41,7 @@ from titanlike.checkpoint.storage import (
     error_line,
 )
 from titanlike.config.parse import parse
-from titanlike.config.received import Consent, named_outside
+from titanlike.config.received import Consent, named_outside, with_kept_tokenizer
 from titanlike.config.schema import Config, Custom
 from titanlike.distributed.placement import Blocks, blocks_of
 
@@ -315,7 +315,7 @@ def saved_model(folder: Storage, root: str, consent: Consent, builds: bool = Tru
     config, _ = parse(state["config"])  # keys removed since then do not affect the model
     args = {k: value for k, value in state["model"].items() if k not in ("name", "tp_plan")}
     config = replace(config, model=replace(config.model, name=state["model"]["name"], args=args))
-    config = consent.with_places(config)
+    config = consent.with_places(with_kept_tokenizer(config, root))
     named = named_outside(config, root, ("model", "tokenizer"))
     if not builds:
         named.pop("model.name", None)

@@ -8,6 +8,7 @@ rng.RANK.cpu rng.RANK.cuda random generators, restored in as many ranks with the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from titanlike.checkpoint.discovery import resolve
 from titanlike.checkpoint.integrity import MODEL, OPTIMIZER, RNG, CheckpointHeader
 from titanlike.checkpoint.reader import read, read_header_on_all_ranks
 from titanlike.checkpoint.storage import Storage
-from titanlike.config.errors import some_names
+from titanlike.config.errors import Refused, some_names
 from titanlike.config.schema import Checkpoint
 from titanlike.device.accelerator import rng_states, set_rng_state
 from titanlike.distributed.placement import Blocks, Part, StageState, pieces
@@ -263,22 +264,34 @@ def warm_start(
     dist.broadcast_object_list(location, src=0, group=group)
     folder = Storage(location[0])
     header = read_header_on_all_ranks(folder, group, "checkpoint.start_from")
-    sources: dict[str, str] = {}  # name after `rename` -> the checkpoint's name
-    for entry in (entry for entry in header.tensors if entry.startswith(MODEL)):
-        name = entry.removeprefix(MODEL)
-        new = renamed(name, settings.rename)
-        if new in sources:
-            raise ValueError(
-                f"checkpoint.rename: {sources[new]} and {name} would both be {new}; write longer "
-                "prefixes"
-            )
-        sources[new] = name
     entries = model_tensors(stage_states, copies=True)
     tensors = {entry.removeprefix(MODEL): tensor for entry, tensor in entries.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     rank_shapes = [shapes] * dist.get_world_size(group)
     dist.all_gather_object(rank_shapes, shapes, group=group)
     model = {name: shape for shapes in rank_shapes for name, shape in shapes.items()}
+    sources, notes = matched_names(settings, header, model)
+    matched = {MODEL + sources[name]: tensor for name, tensor in tensors.items() if name in sources}
+    read(header, matched, group)
+    sync_tied_copies(stage_states)
+    count = len(model.keys() & sources.keys())
+    return "; ".join([f"starting from {folder}: {count} parameters loaded", *notes])
+
+
+def matched_names(
+    settings: Checkpoint, header: CheckpointHeader, model: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, str], list[str]]:
+    """Match a checkpoint with a model's parameters, name -> shape, as `warm_start` says. Returns the
+    model's names -> the checkpoint's, and notes. Raises Refused."""
+    key, folder = "checkpoint.start_from", str(header.folder)
+    sources: dict[str, str] = {}  # name after `rename` -> the checkpoint's name
+    for entry in (entry for entry in header.tensors if entry.startswith(MODEL)):
+        name = entry.removeprefix(MODEL)
+        new = renamed(name, settings.rename)
+        if new in sources:
+            reason = f"{sources[new]} and {name} would both be {new}"
+            raise Refused("checkpoint.rename", settings.rename, reason, "longer prefixes")
+        sources[new] = name
     names_of = partial(some_names, most=8)
     wrong = []
     for name in sorted(model.keys() & sources.keys()):
@@ -286,27 +299,19 @@ def warm_start(
         if shape != model[name]:
             wrong.append(f"{name} is {shape} there and {model[name]} here")
     if wrong:
-        raise ValueError(
-            f"checkpoint.start_from={folder}: {names_of(wrong)}; write that model's sizes"
-        )
+        raise Refused(key, folder, names_of(wrong), "that model's sizes")
     missing = sorted(model.keys() - sources.keys())
     unused = sorted(sources.keys() - model.keys())
     sides = (missing, "not in the checkpoint"), (unused, "only in the checkpoint")
     notes = [f"{len(names)} {what}: {names_of(names)}" for names, what in sides if names]
     if notes and (settings.strict or len(missing) == len(model)):
-        raise ValueError(
-            f"checkpoint.start_from={folder}: parameters {'; '.join(notes)}; write "
-            "checkpoint.rename=[old.:new.] for names that differ"
-            + (", or checkpoint.strict=false" if settings.strict else "; no name is the same")
-        )
-    matched = {MODEL + sources[name]: tensor for name, tensor in tensors.items() if name in sources}
-    read(header, matched, group)
-    sync_tied_copies(stage_states)
+        fix = "checkpoint.rename=[old.:new.] for names that differ"
+        fix += ", or checkpoint.strict=false" if settings.strict else "; no name is the same"
+        raise Refused(key, folder, f"parameters {'; '.join(notes)}", fix)
     moves = [(old, new) for new, old in sorted(sources.items()) if new != old and new in model]
     if moved := [f"{old} as {new}" for old, new in moves]:
         notes.insert(0, f"{len(moved)} renamed: {names_of(moved)}")
-    count = len(model.keys() & sources.keys())
-    return "; ".join([f"starting from {folder}: {count} parameters loaded", *notes])
+    return sources, notes
 
 
 def renamed(name: str, rules: list[str]) -> str:

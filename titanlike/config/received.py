@@ -12,7 +12,7 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,15 @@ def named_outside(
             if not known and not is_inside(_texts(value), root):
                 outside[name] = value
     return outside
+
+
+def with_kept_tokenizer(config: Config, run: str) -> Config:
+    """Return the config with the tokenizer and template that a run's first launch has kept in it."""
+    kept, data = Path(run).expanduser() / "tokenizer", config.data
+    if getattr(data, "tokenizer", "bytes") == "bytes" or not is_inside([str(kept)], run):
+        return config
+    template = {"template": None} if isinstance(data, ChatData) else {}
+    return replace(config, data=replace(data, tokenizer=str(kept), **template))  # type: ignore[call-arg]
 
 
 def is_place(word: str) -> bool:

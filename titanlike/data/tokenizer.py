@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -42,6 +43,7 @@ FILES = (
 )
 
 
+TOKENIZER = "tokenizer"  # folder of a run
 _SETTINGS = "tokenizer_config.json"
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _MOST_BYTES = 1 << 28  # of a tokenizer's file
@@ -418,6 +420,25 @@ def write_tokenizer(name: str, folder: Path) -> Tokenizer:
     settings.pop("auto_map", None)
     _write(folder / _SETTINGS, settings | {"tokenizer_class": kind})
     return tokenizer
+
+
+def keep_tokenizer(data: Any, run_dir: Path) -> None:
+    """Copy the tokenizer and chat template that a section of data names to run_dir/tokenizer, once,
+    so that the run can be moved without them. Raises OSError."""
+    name, folder = getattr(data, "tokenizer", "bytes"), run_dir / TOKENIZER
+    if name == "bytes" or folder.exists():
+        return
+    path = Path(name).expanduser()
+    with tempfile.TemporaryDirectory(dir=run_dir, prefix=TOKENIZER) as parent:
+        unfinished = Path(parent, TOKENIZER)
+        unfinished.mkdir()
+        write_tokenizer(name, unfinished)
+        ends = (path if path.is_dir() else path.parent) / "generation_config.json"
+        if ends.is_file():
+            shutil.copyfile(ends, unfinished / ends.name)
+        if template := getattr(data, "template", None):
+            shutil.copyfile(Path(template).expanduser(), unfinished / "chat_template.jinja")
+        unfinished.rename(folder)
 
 
 def byte_tokenizer(boundary: str) -> dict[str, Any]:

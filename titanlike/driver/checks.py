@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ def problems(
     if wrong := validate.out_of_bounds(config):
         return wrong
     wrong = validate.problems(config, world_size)
+    shapes: dict[str, tuple[int, ...]] = {}  # of the model's parameters
     if not wrong and when_valid is not None:
         when_valid()
     wrong += data.problems(config)
@@ -64,6 +65,8 @@ def problems(
         def plan(decided: TrainPlan) -> None:
             if wrong:
                 return
+            named = decided.model_graph.model.named_parameters()
+            shapes.update((name, tuple(parameter.shape)) for name, parameter in named)
             empty, count = sum(not units for units in decided.stages), len(decided.stages)
             if empty and warn is not None:
                 warn(f"{empty} of {count} stages have no module: fewer ranks of pp do as much")
@@ -91,7 +94,7 @@ def problems(
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if text := validate.placement_warning(config, local_ranks):
             warn(text)
-    return wrong or [*_checkpoint_problems(config)] or [*_write_problems(config)]
+    return wrong or [*_checkpoint_problems(config, shapes)] or [*_write_problems(config)]
 
 
 def secret_problems(plain: dict[str, Any]) -> list[Problem]:
@@ -125,8 +128,11 @@ def secrets_in_command(overrides: list[str], config: Config | None) -> list[Prob
     return list(secrets.values())
 
 
-def _checkpoint_problems(config: Config) -> Iterator[Problem]:
-    """Yield what would prevent resuming the run, as far as it can be checked without the data."""
+def _checkpoint_problems(
+    config: Config, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Problem]:
+    """Yield what would prevent resuming or starting the run, as far as it can be checked without
+    the data. shapes: of the model's parameters by name."""
     settings = config.checkpoint
     if settings.export != "none" and (problem := _export_problem(config)):
         yield problem
@@ -152,9 +158,11 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
 
             yield from warm_start_hf.problems(config)
         elif newest is None and start_from is not None:
-            from titanlike.checkpoint.integrity import check_quick
+            from titanlike.checkpoint.integrity import check_quick, open_header
+            from titanlike.checkpoint.state_dict import matched_names
 
-            check_quick(resolve("checkpoint.start_from", start_from))
+            check_quick(folder := resolve("checkpoint.start_from", start_from))
+            matched_names(settings, open_header(folder), shapes)
     except DamagedCheckpoint as error:
         fix = "checkpoint.resume=/another/checkpoint"
         yield Problem("checkpoint", str(error.folder), str(error), fix)

@@ -221,6 +221,10 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
                 plain = to_plain(config)
                 write_config(config, worker.run_dir)  # only now, as a launch may be refused
                 note_launch(worker.run_dir)
+                if getattr(config.data, "tokenizer", "bytes") != "bytes":
+                    from titanlike.data.tokenizer import keep_tokenizer
+
+                    keep_tokenizer(config.data, worker.run_dir)
                 step, overrides = progress.step, worker.overrides
                 stages = layout(config, run.plan, mesh, data.description)
                 began = worker.stop_request.started
