@@ -1,4 +1,4 @@
-"""What it costs rank 0 to plan and describe a save of many ranks: with one process, without tensors.
+"""What rank 0 spends to plan and describe a save of many ranks: with one process, without tensors.
 
     python tools/bench_checkpoint_plan.py --ranks 1024
 

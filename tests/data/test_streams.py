@@ -3,7 +3,10 @@ kill."""
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +16,12 @@ import pytest
 import torch
 
 from support.cells import cells, meshes
+from support.paths import ROOT
 from support.proven import assert_proven
 from support.records import numbers
 from support.runs import train_each
 from support.sources import SAMPLES, STREAMS, by_step, of_source, rows_of, stateful_loader
+from support.tokenizers import write_tokenizer
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Checkpoint, Config, Numerics, RampStage, Validation
@@ -54,6 +59,27 @@ def test_every_layout_has_the_losses_of_one_process(cell: str, tmp_path: Path) -
     assert len(alone) == 6 and all(validated for _, validated in alone[2::3])
     for found, expected in zip(losses(config, tmp_path / "run"), alone, strict=True):
         assert found == pytest.approx(expected, abs=2e-5)
+
+
+WITH_THREADS = """
+import sys
+from pathlib import Path
+from support.sources import batches, of_source, open_data
+config = of_source("jsonl", Path.cwd(), workers=1, data={"tokenizer": sys.argv[1]})
+print(len(next(batches(open_data(config).train, config, dp_rank=0))["inputs"]))
+"""
+
+
+@pytest.mark.slow
+def test_loader_processes_do_not_wait_for_threads_of_a_tokenizer(tmp_path: Path) -> None:
+    """Which it has started in the process that they are forks of."""
+    tokenizer = write_tokenizer("byte-level", tmp_path / "tokenizer")
+    more = {"TOKENIZERS_PARALLELISM": "true", "PYTHONPATH": str(ROOT / "tests")}
+    words = [sys.executable, "-c", WITH_THREADS, tokenizer]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=os.environ | more, capture_output=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, b"16\n"), done.stderr
 
 
 @pytest.mark.slow

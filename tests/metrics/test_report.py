@@ -162,6 +162,7 @@ def test_a_browser_draws_curves_and_events_without_an_error(tmp_path: Path) -> N
         assert len({*of_y}) == len(of_y) > 1, f"neighbouring ticks have different labels: {of_y}"
     assert "rollback at step 15" in body and "optimizer.lr 0.001 -&gt; 0.0005" in body
     assert 'class="curve validation"' in body
+    assert 'class="curve validation"' in body
     assert body.count('class="span"') == 2 * 8, "two ranks of F and B of two microbatches"
     assert "0123456789ab with uncommitted changes" in body and "2023-11-14 22:13:20 UTC" in body
     assert body.count('class="stage"') == 4 and "&lt;/script&gt;" in body

@@ -152,7 +152,7 @@ class CheckpointWriter:
 
         def write() -> None:
             if device is not None:
-                # a new thread's current device is 0, where waiting for an event would create a context
+                # a new thread's current device is 0, where waiting for an event makes a context
                 set_device(device)
             with raise_on_all_ranks(self._group):
                 if copy is not None:

@@ -182,6 +182,11 @@ class CheckedSource:
                 raise self._wrong(i, f"has a field named {name!r}", "name fields by texts")
             if not isinstance(value, Tensor):
                 remedy = "convert it with torch.as_tensor"
+                if name == "targets" and isinstance(value, Mapping | tuple | list):
+                    remedy = (
+                        "stack the targets of several tasks in one tensor, [..., tasks], which "
+                    )
+                    remedy += "a loss of your own divides: loss.name=package.function"
                 raise self._wrong(i, f"has a {type(value).__name__} as {name!r}", remedy)
         inputs = sample["inputs"]
         longer = inputs.dim() and inputs.size(0) > self._seq_len

@@ -1,4 +1,4 @@
-"""Runs one job in the process that reports it (rank 0, or the driver), from config to result.json."""
+"""Runs one job in the process that reports it (rank 0 or the driver), config to result.json."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ class ResultReporter:
         self.write("invalid" if failed.invalid else "failed", error=failed.error)
 
     def interrupted(self, interrupted: Interrupted) -> None:
-        """Report a signal, or the failure of a different rank, because of which torchrun sent it."""
+        """Report a signal, or the failure of another rank, for which torchrun sent it."""
         self._stop.peer_failed()  # finds the rank that exited without an error
         cause = root_cause(self._run_dir)
         if cause is None or cause.transport:

@@ -71,7 +71,7 @@ class SweepRun:
 
     @property
     def opening(self) -> Path:
-        """The file with what earlier jobs printed before their first step, see `Console.only_new`."""
+        """File: what earlier jobs printed before their first step, see `Console.only_new`."""
         return self.folder / ".opening"
 
     @property

@@ -22,6 +22,7 @@ from titanlike.launch.signals import StopRequest
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+DATA_TIMEOUT = 24 * 3600.0  # seconds for a rank to tokenize or read while the others wait
 _NAMED = 16  # missing ranks listed in an error
 FIRST_WAIT, LONGEST_WAIT, LONGER = 0.02, 0.5, 1.5  # seconds between polls of the store; factor
 

@@ -72,6 +72,7 @@ class Chart:
     rows: list[list[Span]]  # one per pipeline rank
     first: list[int]  # each rank's first stage, drawn darker; -1 = it has none
     seconds: float  # until the end
+    timed: bool = True  # False: of equal stages, in no unit
     messages: list[Transfer] = field(default_factory=list)
     memory: list[MemoryCurve] = field(default_factory=list)  # one per rank; empty = unknown
     device_memory: int = 0  # bytes; 0 = unknown

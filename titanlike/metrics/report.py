@@ -171,7 +171,8 @@ def _chart(chart: Chart) -> dict[str, Any]:
         for row in (chart.rows if fits else [])
     ]
     title = chart.title + ("" if fits else " (more actions than this page draws)")
-    return {"title": title, "first": chart.first, "rows": rows, "kinds": KINDS}
+    seconds = chart.seconds if chart.timed else 0.0
+    return {"title": title, "first": chart.first, "rows": rows, "kinds": KINDS, "seconds": seconds}
 
 
 def _link(path: Path) -> str:

@@ -97,7 +97,7 @@ class Link:
         return self.nodes == 1
 
     def gather(self, nbytes: float, count: float = 1) -> float:
-        """Seconds of `count` all-gathers or reduce-scatters whose unsharded tensors total `nbytes`."""
+        """Seconds of `count` all-gathers or reduce-scatters of unsharded tensors of `nbytes`."""
         if self.size == 1:
             return 0.0
         return self.sent(nbytes * (self.size - 1) / self.size, count, self.bandwidth)

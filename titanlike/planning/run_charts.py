@@ -71,4 +71,4 @@ def order_chart(order: Order, name: str) -> Chart:
     title = f"schedule: {name}, {units.microbatches(order.microbatches)}, pp={len(ranks)}; with equal stages "
     title += f"and a backward of two forwards: bubble {simulated.bubble:.1%}"
     first = [next(iter(order.local(rank)), -1) for rank in range(len(ranks))]
-    return Chart(title, simulated.events, first, simulated.step)
+    return Chart(title, simulated.events, first, simulated.step, timed=False)

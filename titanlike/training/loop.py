@@ -25,7 +25,7 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import Batch, Stream
 from titanlike.distributed.async_reads import PendingScalars
 from titanlike.distributed.mesh import close_mesh
-from titanlike.launch.rendezvous import barrier
+from titanlike.launch.rendezvous import DATA_TIMEOUT, barrier
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.summary import objective_value
@@ -34,7 +34,7 @@ from titanlike.training import report
 from titanlike.training.anomalies import Anomaly, BadNumbers
 from titanlike.training.checks import may_mix_samples
 from titanlike.training.device_batches import batches_for
-from titanlike.training.session import DATA_TIMEOUT, Session, open_session
+from titanlike.training.session import Session, open_session
 from titanlike.training.step import (
     drop_gradients,
     finish_step,

@@ -12,10 +12,9 @@ from titanlike.config.schema import Config
 from titanlike.data.registry import open_data
 from titanlike.data.sources import Data, Stream, source_fingerprint
 from titanlike.distributed.mesh import Mesh
-from titanlike.launch.rendezvous import barrier
+from titanlike.launch.rendezvous import DATA_TIMEOUT, barrier
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.process_groups import as_only_rank
-from titanlike.training.session import DATA_TIMEOUT
 
 
 def refuse_other_data(

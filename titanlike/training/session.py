@@ -21,6 +21,7 @@ from titanlike.device.choose import choose_device, near_device
 from titanlike.distributed.async_reads import device_queue
 from titanlike.distributed.mesh import Mesh, open_mesh
 from titanlike.launch.failures import clear_failures
+from titanlike.launch.rendezvous import DATA_TIMEOUT, barrier
 from titanlike.launch.run_dir_lock import RunDirOwner, lock_as_rank
 from titanlike.launch.signals import stop_reason
 from titanlike.launch.watchdog import Watchdog
@@ -38,8 +39,6 @@ if TYPE_CHECKING:  # each is imported where a config asks for it
     from titanlike.training.samples import Sampler
     from titanlike.training.stragglers import Stragglers
     from titanlike.training.timeline import Timeline
-
-DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the others wait
 
 
 @dataclass
@@ -106,7 +105,6 @@ def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
         read += sections(config).values()
     if any(isinstance(one, ChatData) for one in read):  # whose template may tell the day
         from titanlike.data.chat import first_day
-        from titanlike.launch.rendezvous import barrier
 
         day = barrier(worker, "day", DATA_TIMEOUT, first_day(config.run_dir), listens=True)[0]
         first_day(config.run_dir, day)
@@ -114,8 +112,6 @@ def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
         if worker.local_rank == 0:
             data = open_data(config)
         if worker.store is not None:
-            from titanlike.launch.rendezvous import barrier
-
             barrier(worker, "data", DATA_TIMEOUT)
         return data if worker.local_rank == 0 else open_data(config)
     except DataError as error:
