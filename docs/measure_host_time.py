@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 
 def main() -> None:
+    from benchmarks.speed.bench import bench
     from support.models import tiny
     from support.world import run_world
     from titanlike.config.schema import Fsdp, Schedule
-    from titanlike.proof.benchmark import bench
 
     layouts = {
         "one process": tiny(1, 1),

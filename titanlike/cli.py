@@ -57,20 +57,6 @@ JOBS = {
         "loss, gradients, updated parameters and optimizer state by name. Exit code 1 if they differ.",
         folder="verify",
     ),
-    "bench": Command(
-        "proof.benchmark.bench",
-        "measure speed and memory",
-        "Measures tokens/s, step time, peak memory per rank and the time to the first step, and in "
-        "the same run a plain torch loop of the same model and batch in one process.",
-        folder="bench",
-    ),
-    "waits": Command(
-        "proof.host_waits.waits",
-        "where the host waits for the GPU in a step",
-        "Trains a few steps and counts, after the first ones, the calls in which the host waits for a CUDA "
-        "device: their number a step, and by file and line. A CPU has none to count.",
-        folder="waits",
-    ),
     "sample": Command(
         "training.checkpoint_jobs.sample",
         "write text in a run's own layout",
@@ -97,19 +83,20 @@ TOOLS = {
         "generation.commands.evaluate_main", "perplexity, bits a byte, and lm-evaluation-harness"
     ),
     "report": Command("driver.tools.report", "runs as one page: report.html"),
-    "gpu-check": Command("proof.gpu_check.main", "check this machine's GPUs, and write a report"),
     "scripts": Command("driver.tools.scripts", "copy the job scripts of a cluster"),
 }
 LISTED = {  # shown in --help
     "plan and train": ("train", "verify", "plan", "tokenize", "scripts"),
     "look at runs": ("report", "timeline", "checkpoint"),
     "use a model": ("generate", "sample", "evaluate", "perplexity", "export"),
-    "measure": ("bench", "waits", "gpu-check"),
 }
 MOVED = {  # removed commands, and what replaces them
     "sweep": "a sweep prints its table at its end; `titanlike report RUN RUN` overlays its runs",
     "bench-checkpoint": "in a checkout, run `python tools/bench_checkpoint.py`",
     "bench-data": "in a checkout, run `python tools/bench_data.py`",
+    "bench": "in a checkout, run `python tools/bench.py`",
+    "waits": "in a checkout, run `python tools/waits.py`",
+    "gpu-check": "in a checkout, run `python tools/gpu_check.py`",
 }
 
 

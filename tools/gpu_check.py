@@ -5,7 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout that is not installed
 
-from titanlike.cli import run  # noqa: E402
+from benchmarks.gpu_check.check import main  # noqa: E402
+from titanlike.cli import run_as_process  # noqa: E402
 
 if __name__ == "__main__":
-    run("gpu-check")
+    run_as_process(lambda: sys.exit(main()))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.speed.bench import bench
 from support.models import tiny
 from support.stand_in_gpus import driver, gpus
 from support.world import run_world
@@ -28,7 +29,6 @@ from titanlike.planning.estimate_text import as_data, as_text
 from titanlike.planning.known_hardware import likely_hardware, planned_hardware, shipped
 from titanlike.planning.timeline_report import as_text as timeline_text
 from titanlike.planning.timeline_report import report_of
-from titanlike.proof.benchmark import bench
 from titanlike.proof.verify import verify
 from titanlike.training.loop import train
 from titanlike.training.step import step_record

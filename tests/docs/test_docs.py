@@ -35,7 +35,7 @@ NOT_RUN = {
     r"kubectl": "needs Kubernetes: tests/scripts runs what the manifests run",
     r"mpirun|ssh |torch\.distributed\.run": "needs several machines: tests/launch runs two torchruns",
     r"(data|model)\.path=|data\.sources=|tokenize_corpus": "needs files of the user's: tests/data and tests/models have some",
-    r"^titanlike bench": "measures: tests/proof/test_overhead.py runs it",
+    r"tools/bench\.py": "measures: tests/proof/test_overhead.py runs it",
     r"constraints\.txt": "prepares an environment",
     r"plan\.py search": "half a minute: tests/planning/test_plan.py searches",
     r"examples/\w+\.py": "tests/library runs them",

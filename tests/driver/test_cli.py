@@ -44,7 +44,7 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
     "line, offered",
     [
         ("train.py schedule=inter", "schedule=interleaved1f1b"),
-        ("titanlike bench -m pp=2 fsdp.z", "fsdp.zero="),
+        ("titanlike verify -m pp=2 fsdp.z", "fsdp.zero="),
     ],
 )
 def test_tab_completes_groups_choices_and_keys_without_torch(

@@ -61,7 +61,6 @@ with interruptible(grace=1e6):
 """
 WORDS = {
     "scripts": ["slurm", "new"],
-    "gpu-check": ["--device", "cpu", "--list"],
     "checkpoint": ["list", "none"],
     "tokenize": ["none", "new"],
     "export": ["none", "new"],

@@ -16,15 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu_check import cells as gpu_cells
+from benchmarks.gpu_check import check as gpu_check
+from benchmarks.gpu_check.cells import Cell, Outcome, plan, run_cell
+from benchmarks.speed.host_waits import waits_by_place
 from support.cells import GRID, slow
 from support.command_lines import examined
 from support.paths import ROOT
 from support.waiting import until
-from titanlike.device.waits import waits_by_place
 from titanlike.driver.checks import problems
 from titanlike.launch.stacks import STACKS, where_ranks_stand
-from titanlike.proof import gpu_cells, gpu_check
-from titanlike.proof.gpu_cells import Cell, Outcome, plan, run_cell
 
 DEVICES = torch.cuda.device_count()
 ON_GPUS = [cell for cell in plan(max(8, DEVICES), gpus=DEVICES or 2) if cell.kind != "speed"]
@@ -225,7 +226,7 @@ def test_a_file_without_results_is_refused(
     path = tmp_path / "results.json"
     path.write_text(json.dumps(gpu_check._place(MACHINE) | {"cells": cells}))
     assert gpu_check.main(["--device", "cpu", "--list", "--continue", str(path)]) == 2
-    assert "no results.json of gpu-check; leave it out" in capsys.readouterr().err
+    assert "no results.json of gpu_check; leave it out" in capsys.readouterr().err
 
 
 RANK = """

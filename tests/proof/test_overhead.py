@@ -1,5 +1,5 @@
 """What a step costs beside a plain loop: in counts, which no other load on the machine changes. The
-seconds are measured by `titanlike bench`."""
+seconds are measured by `python tools/bench.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.speed import bench as benchmark
+from benchmarks.speed.plain_loops import plain_loop, why_no_plain_loop
 from support.cells import slow
 from support.commands import command
 from support.live_memory import Live
@@ -17,8 +19,6 @@ from titanlike.config.schema import Config, Fsdp, Schedule
 from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.proof import benchmark
-from titanlike.proof.plain_loops import plain_loop, why_no_plain_loop
 from titanlike.training.build import build
 from titanlike.training.train_plan import make_plan
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.speed import bench as benchmark
+from benchmarks.speed.step_kinds import CASTS, GAPS, OTHERS, kind_of, seconds_by_kind
 from support.counted_calls import CountedCalls
 from support.models import tiny
 from support.world import run_world
@@ -22,8 +24,6 @@ from titanlike.config.schema import (
 from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.proof import benchmark
-from titanlike.proof.step_kinds import CASTS, GAPS, OTHERS, kind_of, seconds_by_kind
 from titanlike.training.build import build
 
 

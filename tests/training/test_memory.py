@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.speed.plain_loops import plain_loop
 from support.cells import slow
 from support.live_memory import Live
 from support.models import tiny
@@ -20,7 +21,6 @@ from titanlike.data.registry import open_data
 from titanlike.device.memory import peak_memory, resident_memory, return_freed_memory
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.proof.plain_loops import plain_loop
 from titanlike.torch_private.pipeline_stage import _TORCH_KEEPS_BUFFERS
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import build, memory_is_short

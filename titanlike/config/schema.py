@@ -812,7 +812,7 @@ class Verify:
 
 @dataclass
 class Bench:
-    """What `titanlike bench` measures."""
+    """What `python tools/bench.py` measures."""
 
     loop: Literal["both", "titanlike", "plain"] = key(
         "both", "both = interleaved, for times; titanlike, plain = only one, for its memory"

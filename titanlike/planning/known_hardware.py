@@ -1,5 +1,5 @@
 """The hardware that a plan assumes: named by the config, or the most similar to this machine; and
-the links between its ranks. `titanlike bench` measures what a profile needs."""
+the links between its ranks. `python tools/bench.py` measures what a profile needs."""
 
 from __future__ import annotations
 

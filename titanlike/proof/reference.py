@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import (
@@ -32,9 +33,8 @@ from titanlike.distributed.placement import optimizer_state
 from titanlike.distributed.transform import Transform
 from titanlike.models.registry import MODELS, build_model, initial_weights_of, resolve_model
 from titanlike.optim.loss import build_loss, logits_of
-from titanlike.optim.optimizer import build_optimizers, learning_rate
+from titanlike.optim.optimizer import build_optimizers, learning_rate, set_lr
 from titanlike.proof.comparison import compare, reliable
-from titanlike.proof.plain_loops import parts_of, take_step
 from titanlike.proof.promises import Pair, loss_in_plain_torch, of_data, of_documents
 from titanlike.torch_private.autograd import watch_autocast
 from titanlike.training.train_plan import make_plan
@@ -346,7 +346,7 @@ def _single_process(
             masks[name] = masks.get(name, True) & reliable(
                 gradient, rounding or config.precision.name
             )
-        take_step(model.parameters(), optimizers, config, now)
+        _take_step(model.parameters(), optimizers, config, now)
         recorded = learning_rate(config, now)
         rates.append(rates_of(optimizers, model.named_parameters(), recorded))
         before = copy_of(model.named_buffers())
@@ -407,3 +407,24 @@ def state_of(
 def gradient_of(parameter: Tensor) -> Tensor:
     """The gradient; zeros for a frozen parameter, or one that this batch does not reach."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def parts_of(batch: Mapping[str, Tensor], number: int) -> Iterator[dict[str, Tensor]]:
+    """Split a batch into equal parts: its microbatches."""
+    parts = {name: value.chunk(number) for name, value in batch.items()}
+    return ({name: chunks[i] for name, chunks in parts.items()} for i in range(number))
+
+
+def _take_step(
+    parameters: Iterable[Tensor],
+    optimizers: list[torch.optim.Optimizer],
+    config: Config,
+    step: int,
+) -> None:
+    """Clip gradients by their norm, update, and clear gradients."""
+    if config.optimizer.clip is not None:
+        clip_grad_norm_(parameters, config.optimizer.clip)
+    set_lr(optimizers, config, step)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()

@@ -150,8 +150,8 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
         raise ConfigError([Problem("evaluate.batches", 0, reason, "evaluate.batches=100")])
     console = Console(steps=1)
     with loaded_run(config, worker, data, "evaluation") as (run, newest):
-        holds_out = isinstance(data.train, Stream) and not config.validation.data
-        if holds_out and newest.exists(INDEX):  # none in a transformers folder
+        own = newest.exists(INDEX)  # not a transformers folder
+        if own and isinstance(data.train, Stream) and not config.validation.data:
             _hold_out_as_the_run(data.train, config, newest, run.mesh.dp_rank)
         sources = _sources(config, data)
         each = {n: _evaluate_source(run, config, data, source) for n, source in sources.items()}

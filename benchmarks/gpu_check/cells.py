@@ -1,6 +1,6 @@
 """gpu_check's cells: each is one or two command lines, run in processes ended at its time limit.
 
-They are the lines of `gpu_cells.yaml`, in its order. If there are more ranks than GPUs, several
+They are the lines of `cells.yaml`, in its order. If there are more ranks than GPUs, several
 share one.
 """
 
@@ -61,7 +61,7 @@ def plan(
 ) -> list[Cell]:
     """The cells of at most `ranks` ranks, on `gpus` GPUs (0: one for each); with `cpu` tiny models,
     and few cells after the queue's."""
-    text = Path(__file__).with_name("gpu_cells.yaml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("cells.yaml").read_text(encoding="utf-8")
     tables = yaml.safe_load(text)
     refused = {*tables["gpu_only"]} if cpu else set()
     rest = tables["rest"][:2] if cpu else tables["rest"]
@@ -139,6 +139,8 @@ def _ranks(overrides: tuple[str, ...]) -> int:
 
 # --- running a cell ----------------------------------------------------------------------------
 
+_TOOLS = Path(__file__).parents[2] / "tools"
+_PROGRAMS = {name: [str(_TOOLS / f"{name}.py")] for name in ("bench", "waits")}
 _GRACE = 15.0  # seconds between SIGTERM and SIGKILL
 _POLL = 0.2  # seconds
 _TAIL = 3000  # characters of a failed command's output in the report
@@ -193,20 +195,21 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
         status, text = "TIMEOUT", f"not done in {cell.timeout:.0f} s; {where}".rstrip("; ")
     except Exception as error:  # such as a missing or damaged file
         status, text = "FAILED", f"{type(error).__name__}: {error}"
-    words = "titanlike", run.job, *cell.overrides
+    tool = "python", f"tools/{run.job}.py"
+    words = *(tool if run.job in _PROGRAMS else ("titanlike", run.job)), *cell.overrides
     seconds = time.monotonic() - start
     return Outcome(status, text, seconds, output[-_TAIL:], " ".join(words), run.figures)
 
 
 class Command:
-    """`titanlike COMMAND ...` in its own session, with its output in a file."""
+    """`titanlike COMMAND ...`, or a tool, in its own session, with its output in a file."""
 
     def __init__(self, command: str, overrides: Sequence[str], log: Path, deadline: float) -> None:
         self._log, self._deadline = log, deadline
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "titanlike", command, *overrides],
+                [sys.executable, *_PROGRAMS.get(command, ("-m", "titanlike", command)), *overrides],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -30,6 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.gpu_check.cells import KINDS, Cell, Outcome, plan, run_cell
 from titanlike.config.files import atomic_write_text, make_new_folder, read_object
 from titanlike.config.program import argument_parser, exit_code
 from titanlike.launch.environment import available_cores, child_environment
@@ -37,7 +38,6 @@ from titanlike.launch.signals import StopRequest, die_with_parent, interruptible
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten
 from titanlike.metrics.run_files import own_version
-from titanlike.proof.gpu_cells import KINDS, Cell, Outcome, plan, run_cell
 
 _END = "exit code: 0 everything that ran passed, 1 something failed, 2 nothing could be run"
 _MOST_RANKS = 8  # of a cell, if there are fewer GPUs
@@ -77,7 +77,7 @@ def _check(arguments: argparse.Namespace) -> int:
             cells, outcomes = _passed_before(path, cells, machine)
         except (KeyError, TypeError, AttributeError):
             raise ValueError(
-                f"--continue {path}: no results.json of gpu-check; leave it out"
+                f"--continue {path}: no results.json of gpu_check; leave it out"
             ) from None
     if arguments.list:
         for number, cell in enumerate(cells):

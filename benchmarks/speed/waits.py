@@ -12,13 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.speed.bench import WARMUP, titanlike_loop
+from benchmarks.speed.host_waits import waits_by_place
 from titanlike.config import files
 from titanlike.config.schema import Config
-from titanlike.device.waits import waits_by_place
 from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
-from titanlike.proof.benchmark import WARMUP, titanlike_loop
 from titanlike.training.build import build
 from titanlike.training.session import connect, open_data_on_every_rank
 

@@ -22,6 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.speed.machine import profile_words
+from benchmarks.speed.plain_loops import plain_loop, why_no_plain_loop
+from benchmarks.speed.step_kinds import GAPS, KINDS, draw, seconds_by_kind
 from titanlike.config import files
 from titanlike.config.errors import Refused
 from titanlike.config.schema import Config
@@ -35,9 +38,6 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
-from titanlike.proof.machine import profile_words
-from titanlike.proof.plain_loops import plain_loop, why_no_plain_loop
-from titanlike.proof.step_kinds import GAPS, KINDS, draw, seconds_by_kind
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, StepPhases, build
 from titanlike.training.device_batches import batches_for

@@ -8,7 +8,7 @@ model on its batches and microbatches, with the same blocks recomputed and compi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.profiler import record_function
 
+from benchmarks.speed.plain_tensor_parallel import divide_by_hand, loss_parallel
 from titanlike.config.schema import ChunkedCrossEntropy, Config, CrossEntropy, ScaledPrecision
 from titanlike.data.loader import batches
 from titanlike.data.sources import IGNORE, Data
@@ -32,7 +33,7 @@ from titanlike.models.llama import Llama, rotary_table
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.optimizer import build_optimizers, set_lr
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks
-from titanlike.parallel.plain_tensor_parallel import divide_by_hand, loss_parallel
+from titanlike.proof.reference import parts_of
 from titanlike.torch_private.dtensor import local
 from titanlike.training.train_plan import TrainPlan
 
@@ -106,7 +107,7 @@ def plain_loop(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Itera
         else:
             with loss_parallel() if divided else nullcontext():
                 loss = _accumulated(part, batch, plan, device, stay, cast=alone and bool(low))
-        take_step(part.parameters(), optimizers, config, step, mesh)
+        _take_step(part.parameters(), optimizers, config, step, mesh)
         if not alone:
             dist.all_reduce(loss)
         yield loss.item() / (mesh.world_size // mesh.pp)
@@ -200,19 +201,13 @@ def _recompute_and_compile(part: nn.Module, config: Config, plan: TrainPlan) -> 
     return blocks
 
 
-def parts_of(batch: Mapping[str, Tensor], number: int) -> Iterator[dict[str, Tensor]]:
-    """Split a batch into equal parts: its microbatches."""
-    parts = {name: value.chunk(number) for name, value in batch.items()}
-    return ({name: chunks[i] for name, chunks in parts.items()} for i in range(number))
-
-
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     with record_function("loss"):
         flat = logits.flatten(0, 1).float()
         return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE)
 
 
-def take_step(
+def _take_step(
     parameters: Iterable[Tensor],
     optimizers: list[torch.optim.Optimizer],
     config: Config,
