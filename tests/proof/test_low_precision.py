@@ -42,7 +42,9 @@ PRECISIONS = {
 }
 MODELS = {
     "dense": llama(hidden_size=64, intermediate_size=128, num_key_value_heads=4),
-    "mixture": moe(hidden_size=64, moe_intermediate_size=64, num_hidden_layers=4),
+    "mixture": moe(
+        hidden_size=64, moe_intermediate_size=64, num_hidden_layers=4, num_key_value_heads=4
+    ),
 }
 LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2},
