@@ -1,7 +1,7 @@
 """Measure speed and memory: `python tools/bench.py pp=2 dp=2` takes the overrides of train.py.
 
-Measures tokens/s, step time, peak memory per rank and the time to the first step, and in the same run
-a plain torch loop of the same model and batch in one process.
+Measures tokens/s, step time, peak memory per rank and the time to the first step, and in the same
+run a plain torch loop of the same model and batch in one process.
 """
 
 import sys

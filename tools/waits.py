@@ -1,4 +1,4 @@
-"""Where the host waits for the GPU: `python tools/waits.py precision=bf16` takes the overrides of train.py.
+"""Where the host waits for the GPU: `python tools/waits.py` takes the overrides of train.py.
 
 Trains a few steps and counts, after the first ones, the calls in which the host waits for a CUDA
 device: their number a step, and by file and line. A CPU has none to count.

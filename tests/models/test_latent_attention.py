@@ -18,6 +18,7 @@ from titanlike.config.schema import ActivationCheckpoint, Config, Custom, TextDa
 from titanlike.models.cache import KeyValueCache
 from titanlike.models.moe import RoutedMLP
 from titanlike.models.registry import build_model
+from titanlike.models.rope_scaling import RopeScaling, scaling_of
 from titanlike.training.preflight import preflight
 
 
@@ -74,13 +75,19 @@ def test_latent_attention_flops_count_its_matmuls(name: str) -> None:
     assert counter.get_total_flops() == expected
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
 @pytest.mark.parametrize(
     "changes, said",
     [
         ({"qk_norm": True}, "model.qk_norm=true: latent attention (kv_lora_rank) has its own"),
         ({"head_dim": 8}, "write model.head_dim=null"),
         ({"qk_rope_head_dim": 7}, "write model.qk_rope_head_dim=8"),
-        ({"rope_scaling": {"factor": 4}}, "write model.rope_scaling={rope_type:yarn,factor:40,"),
+        ({"rope_scaling": {"factor": 4}}, "write model.rope_scaling={rope_type:yarn,factor:4,"),
+        ({"rope_scaling": YARN | {"factor": 0}}, "rope_type:yarn,factor:40,original_max"),
+        ({"rope_scaling": YARN | {"beta_slow": 0.0}}, "rope_scaling={rope_type:yarn,factor:4"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "max_position_embeddings=4096"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
             "needs factor, original_max_position_embeddings;",
@@ -90,3 +97,8 @@ def test_latent_attention_flops_count_its_matmuls(name: str) -> None:
 def test_invalid_latent_attention_sizes_are_refused(changes: dict, said: str) -> None:
     [problem] = preflight(tiny(model=deepseek(**changes)))
     assert said in str(problem)
+
+
+def test_yarn_is_known_without_its_name_as_earlier_checkpoints_have_it() -> None:
+    older = {key: value for key, value in YARN.items() if key != "rope_type"}
+    assert scaling_of(older) == scaling_of(YARN) == RopeScaling("yarn", 4.0, 32)

@@ -38,7 +38,8 @@ class Scan(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name, shape in {"weight": (3, 8, 8), "scale": (3, 8), "up_bias": (3, 8)}.items():
+        shapes = {"weight": (3, 8, 8), "scale": (3, 8), "up_bias": (3, 8), "gate_weight": (3, 8)}
+        for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.empty(shape, device="meta")))
         self.norms = nn.ParameterList([nn.Parameter(torch.empty(3, 8, device="meta"))])
 
@@ -52,13 +53,18 @@ class Own(nn.Module):
         self.block.conv = nn.Conv1d(8, 8, 3, bias=False, device="meta")
         self.block.proj = nn.Linear(8, 8, bias=False, device="meta")
         self.pos_bias = nn.Parameter(torch.empty(4, 8, device="meta"))
+        self.bias_proj = nn.Parameter(torch.empty(4, 8, device="meta"))
         self.table = nn.Parameter(torch.empty(4, 8, device="meta"))
 
 
 @pytest.mark.parametrize(
     "model, matrices",
     [
-        (Own(), {"scan.weight", "block.conv.weight", "block.proj.weight", "table"}),
+        (
+            Own(),
+            {"scan.weight", "scan.gate_weight", "block.conv.weight"}
+            | {"block.proj.weight", "bias_proj", "table"},
+        ),
         (gpt_oss(attention_bias=True), None),
         (hf("gpt_oss", num_hidden_layers=2), None),
         (hf("qwen3_moe", num_hidden_layers=2), None),

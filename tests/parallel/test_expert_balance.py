@@ -26,6 +26,7 @@ from support.opened import opened
 from support.proven import assert_proven
 from support.samples import VOCAB, Phrases
 from support.skipped_step import three_steps
+from support.sources import of_source
 from support.world import run_world
 from titanlike.config.optimizers.adamw import AdamW
 from titanlike.config.optimizers.muon import Muon
@@ -253,6 +254,17 @@ def test_balance_losses_are_over_the_real_tokens_of_the_global_batch(
         load = [each / each.sum() for each in counts]
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.slow
+def test_batches_with_padding_compile_nothing_more_in_a_step_or_a_validation(
+    tmp_path: Path,
+) -> None:
+    model = Model("moe", {**SIZES, "num_hidden_layers": 1, "vocab_size": None})
+    config = of_source("data=chat", tmp_path, model=model, compile=True)
+    run_world(train, config, tmp_path / "run", timeout=300)
+    [compiled] = [e for e in read_jsonl(tmp_path / "run/events.jsonl") if e["event"] == "compile"]
+    assert compiled["step"] == 0
 
 
 @pytest.mark.slow

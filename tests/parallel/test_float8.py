@@ -91,17 +91,25 @@ def test_a_router_stays_in_bf16_whatever_its_size(model: Any, precision: Any) ->
     assert low and not any(
         name.endswith(("gate", "router", "router.layer", "choose")) for name in low
     )
+    assert model.name != "test_float8.Listed" or "layers.1.value" in low or precision is MXFP8
 
 
 class Listed(nn.Module):
-    """Experts in a list, and a layer that chooses."""
+    """Experts in a list of a module of theirs, or in a stack of the layer's own, and a layer that
+    chooses; and a convolution, whose weight is no stack."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Module() for _ in range(2))
         for block in self.layers:
             block.choose = nn.Linear(32, 32)
-            block.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(32))
+            block.experts = nn.Module()
+            block.experts.each = nn.ModuleList(nn.Linear(32, 32) for _ in range(32))
+            block.stacked = nn.Module()
+            block.stacked.choose = nn.Linear(32, 48)
+            block.stacked.up = nn.Parameter(torch.zeros(48, 32, 32))
+            block.value = nn.Linear(32, 80)
+            block.conv = nn.Conv1d(80, 80, 4, groups=80)
 
 
 WIDE = llama(hidden_size=64, num_key_value_heads=4, intermediate_size=128)  # whole blocks of mxfp8

@@ -108,8 +108,10 @@ def with_kept_tokenizer(config: Config, run: str) -> Config:
     kept, data = Path(run).expanduser() / "tokenizer", config.data
     if getattr(data, "tokenizer", "bytes") == "bytes" or not is_inside([str(kept)], run):
         return config
-    template = {"template": None} if isinstance(data, ChatData) else {}
-    return replace(config, data=replace(data, tokenizer=str(kept), **template))  # type: ignore[call-arg]
+    changes: dict[str, Any] = {"tokenizer": str(kept)}
+    if isinstance(data, ChatData):
+        changes["template"] = None  # that of the tokenizer
+    return replace(config, data=replace(data, **changes))
 
 
 def is_place(word: str) -> bool:

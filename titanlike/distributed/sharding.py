@@ -100,10 +100,14 @@ def shard_stage(
 
 
 def _not_a_view(module: nn.Module, args: Any, output: Any) -> Any:
-    """Copy results that are views: FSDP's hooks on a view are lost if it is changed in place."""
-    return tree_map(
-        output, lambda x: x.clone() if isinstance(x, Tensor) and x._base is not None else x
-    )
+    """Copy results that are views and have a gradient: FSDP's hooks on a view are lost if it is
+    changed in place, which an expanded one cannot be."""
+
+    def copied(x: Any) -> Any:
+        is_view = isinstance(x, Tensor) and x.requires_grad and x._base is not None
+        return x.clone() if is_view and 0 not in x.stride() else x
+
+    return tree_map(output, copied)
 
 
 # --- what stays on a rank ------------------------------------------------------------------------

@@ -122,8 +122,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         key, equals, value = word.partition("=")
         if key not in keys or not equals:
             near = nearest(key, keys)
-            fix = f"write {near}={value or keys[near]}" if near else ""
-            problems.append(f"{word}: not one of {', '.join(keys)}; {fix}")
+            fix = f"; write {near}={value or keys[near]}" if near else ""
+            problems.append(f"{word}: not one of {', '.join(keys)}{fix}")
             continue
         try:
             sampling = replace(sampling, **{key: type(keys[key])(value)})

@@ -116,9 +116,14 @@ def check_sizes(folder: Path) -> None:
             parts += [value for value in part.values() if isinstance(value, dict)]
             for key, value in part.items():
                 most = _MOST_LAYERS if "layer" in key else _MOST_COUNT
-                counts = key.startswith(("num_", "n_")) and isinstance(value, int | float)
-                if counts and not 0 <= value <= most:
+                if is_count(key) and isinstance(value, int | float) and not 0 <= value <= most:
                     raise ValueError(f"{name}: {key}={value} is more than {most:,} (or below 0)")
+
+
+def is_count(key: str) -> bool:
+    """Return whether a size is the number of parts that are built or run one by one."""
+    parts = ("layer", "head", "expert", "beam", "group")
+    return key.startswith(("num_", "n_")) and any(part in key for part in parts)
 
 
 def _check_family(family: str, key: str, value: str) -> None:
@@ -194,12 +199,15 @@ def _untrainable(
 
 def longest_with_fixed_frequencies(settings: PreTrainedConfig) -> int | None:
     """Return the tokens beyond which a sequence's length changes rotary frequencies; None = any."""
-    rope = getattr(settings, "rope_parameters", None) or {}
-    lengths = {
-        "dynamic": getattr(settings, "max_position_embeddings", None),
-        "longrope": rope.get("original_max_position_embeddings"),
-    }
-    return lengths.get(rope.get("rope_type", ""))
+    found = getattr(settings, "rope_parameters", None) or {}
+    lengths = []
+    for rope in (found, *(kind for kind in found.values() if isinstance(kind, dict))):
+        of = {
+            "dynamic": getattr(settings, "max_position_embeddings", None),
+            "longrope": rope.get("original_max_position_embeddings"),
+        }
+        lengths.append(of.get(rope.get("rope_type", "")))
+    return min((length for length in lengths if length is not None), default=None)
 
 
 def exported_config(

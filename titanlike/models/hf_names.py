@@ -56,9 +56,10 @@ class Counterpart:
         config |= self.fixed
         if "rope_theta" in config:
             scaling = whole["rope_scaling"] or {"rope_type": "default"}
+            config["max_position_embeddings"] = config["max_position_embeddings"] or length
             if scaling["rope_type"] == "yarn":  # transformers 4 computes the factor from it
                 length = int(scaling["factor"] * scaling["original_max_position_embeddings"])
-            config["max_position_embeddings"] = config["max_position_embeddings"] or length
+                config["max_position_embeddings"] = length
             # transformers 5 has an object in the place of the two keys
             config["rope_parameters"] = {"rope_theta": config["rope_theta"], **scaling}
         if pattern := config.pop("sliding_window_pattern", None):

@@ -2,7 +2,7 @@
 
 Parameters and sizes have the names of transformers' LlamaForCausalLM.
 
-Shapes: B batch, T tokens, D hidden_size, H query heads, K key/value heads, E = D // H head dim,
+Shapes: B batch, T tokens, D hidden_size, H query heads, K key/value heads, E head_dim (D // H),
 F intermediate_size, V vocab_size. The model contains no parallelism.
 """
 
@@ -290,6 +290,10 @@ class CausalLM(nn.Module):
         """longest: tokens of the longest sequence, None = any; blocks: the first `depth` of them
         are the decoder's, and each further one predicts a token more; tied: the head uses the
         embedding's weight."""
+        scaling = rotary[2]
+        if scaling is not None and scaling.rope_type == "dynamic" and longest is None:
+            reason = "dynamic scales what is longer than max_position_embeddings, which is null"
+            raise ValueError(f"rope_scaling: {reason}; write model.max_position_embeddings=4096")
         super().__init__()
         self.rotary, self.depth, self.max_seq_len = rotary, depth, longest
         self.model = Decoder(vocab_size, hidden_size, islice(blocks, depth), norm_eps)

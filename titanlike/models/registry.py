@@ -62,7 +62,9 @@ def _largest_id(config: Config) -> int:
     source: Any = data.train
     count = 0 if data.example is not None else min(len(source), 256)
     samples = [data.example or {}, *(source[i] for i in range(count))]
-    return max(int(ids.max()) for sample in samples for ids in sample.values())
+    fields = [sample[name] for sample in samples for name in ("inputs", "targets") if sample]
+    ids = [x for x in fields if x.numel() and not x.is_floating_point()]
+    return max((int(each.max()) for each in ids), default=0)
 
 
 def _required(name: str) -> set[str]:

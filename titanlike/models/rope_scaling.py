@@ -23,6 +23,9 @@ _KEYS: dict[str, tuple[set[str], set[str]]] = {
 }
 
 
+_MAY_BE_ZERO = ("low_freq_factor", "mscale", "mscale_all_dim", "truncate")
+
+
 class RopeScaling(NamedTuple):
     """A config's `rope_scaling`."""
 
@@ -80,7 +83,8 @@ class RopeScaling(NamedTuple):
     def as_config(self) -> dict[str, Any]:
         """Return the keys that differ from their defaults."""
         values, defaults = self._asdict(), self._field_defaults
-        return {key: value for key, value in values.items() if value != defaults.get(key)}
+        needed = _KEYS[self.rope_type][0]
+        return {k: v for k, v in values.items() if k in needed or v != defaults.get(k)}
 
 
 def scaling_of(rope_scaling: Mapping[str, Any] | None) -> RopeScaling | None:
@@ -91,8 +95,14 @@ def scaling_of(rope_scaling: Mapping[str, Any] | None) -> RopeScaling | None:
     )
     if kind in ("", "default") and not given:
         return None
+    if not kind and {"factor", _LENGTH} <= given.keys():  # as this program once wrote it
+        kind = "yarn"
     needed, more = _KEYS.get(kind, (set(), set()))
-    numbers = all(isinstance(value, (int, float)) and value >= 0 for value in given.values())
+    numbers = all(
+        isinstance(value, (int, float))
+        and (0 < value < math.inf or key in _MAY_BE_ZERO and not value)
+        for key, value in given.items()
+    )
     grows = kind != "llama3" or given.get("high_freq_factor", 0) > given.get("low_freq_factor", 0)
     if kind in _KEYS and numbers and grows and needed <= given.keys() <= needed | more:
         return RopeScaling(kind, **given)
@@ -100,6 +110,11 @@ def scaling_of(rope_scaling: Mapping[str, Any] | None) -> RopeScaling | None:
     if kind in _KEYS:
         reason = f"{kind} has the numbers {', '.join(sorted(needed | more))}"
         reason += f" and needs {', '.join(sorted(needed))}"
-    fix = "model.rope_scaling={rope_type:yarn,factor:40,original_max_position_embeddings:4096}"
+    wanted = {"factor": 40, _LENGTH: 4096, "low_freq_factor": 1, "high_freq_factor": 4}
+    kind = kind if kind in _KEYS else "yarn"
+    needed = _KEYS[kind][0]
+    fixed = {key: given.get(key) or value for key, value in wanted.items() if key in needed}
+    shown = ",".join(f"{key}:{value}" for key, value in {"rope_type": kind, **fixed}.items())
+    fix = f"model.rope_scaling={{{shown}}}"
     text = ",".join(f"{key}:{value}" for key, value in (rope_scaling or {}).items())
     raise ValueError(f"rope_scaling={{{text}}}: {reason}; write {fix}")

@@ -130,10 +130,10 @@ def matrices_of(model: nn.Module) -> set[str]:
         stacks = 3 in dims and min(dims) == 2 and len(sizes) == 1
         norm = path.endswith(("norm", "norms")) or type(module).__name__.endswith("Norm")
         for name, parameter in own.items():
-            last = name.rpartition(".")[2]
-            vector = parameter.dim() < 2 or "bias" in last or "norm" in last
+            words = name.rpartition(".")[2].split("_")
+            vector = parameter.dim() < 2 or words[-1] in ("bias", "biases") or "norm" in words
             if stacks and parameter.dim() == 2:
-                vector |= "router" not in last and last != "gate"
+                vector |= not {"router", "gate", "wg", "centroids"} & {*words}
             if plain and parameter.dim() > 1 or not (vector or norm):
                 found.add(name)
     return found & dict(model.named_parameters()).keys()

@@ -228,7 +228,7 @@ class ExpertBalance(Transform):
         self._stages: dict[nn.Module, int] = {}
         self._layers: list[_Layer] = []
         self._real: Tensor | None = None  # of the current batch [B, T]
-        self._parts: list[_Tokens] = []  # of its microbatches
+        self._parts: list[_Tokens] | None = []  # of its microbatches; None = not divided yet
         # load of the busiest and idlest expert, relative to the mean, in the last step; the share
         # of choices that no expert computed. -inf on ranks without experts
         self.loads = torch.full((3,), -torch.inf, device=mesh.device)
@@ -256,7 +256,7 @@ class ExpertBalance(Transform):
             self._layers.append(_Layer(self._stages[stage], holder, experts, total))
 
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        self._real = batch.get(REAL)
+        self._real, self._parts = batch.get(REAL), None
         return batch
 
     @contextmanager
@@ -266,16 +266,22 @@ class ExpertBalance(Transform):
         self._share.copy_(1 / tokens)
         for layer in self._layers:
             layer.total.zero_()
-        self._parts = []
-        if (real := self._real) is not None:
-            real = real if self._take is None else self._take(real, 1)
-            if self._mesh.layer_ranks > 1 and self._tensor_parts():
-                real = real.chunk(self._mesh.layer_ranks, 1)[self._mesh.layer_part]
-            rows = real.tensor_split(self._microbatches_of(len(real)))
-            self._parts = [_Tokens.of(part, tokens) for part in rows]
+        self._parts = self._divided(tokens)
         yield
 
+    def _divided(self, tokens: Tensor) -> list[_Tokens]:
+        """This rank's real tokens of each microbatch; tokens: see `training`."""
+        if (real := self._real) is None or real.is_meta:
+            return []
+        real = real if self._take is None else self._take(real, 1)
+        if self._mesh.layer_ranks > 1 and self._tensor_parts():
+            real = real.chunk(self._mesh.layer_ranks, 1)[self._mesh.layer_part]
+        rows = real.tensor_split(self._microbatches_of(len(real)))
+        return [_Tokens.of(part, tokens) for part in rows]
+
     def begin_microbatch(self, stage: int, microbatch: int) -> None:
+        if self._parts is None:  # in evaluation, or before a compiled block's first step
+            self._parts = self._divided(torch.ones((), device=self._mesh.device))
         if self._parts:
             part = self._parts[microbatch % len(self._parts)]
             for layer in self._layers:

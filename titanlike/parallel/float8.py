@@ -222,14 +222,24 @@ def _choose(model: nn.Module, settings: ScaledPrecision) -> set[str]:
 
 
 def _routers(model: nn.Module) -> set[str]:
-    """Names of the linear layers beside experts, stacked or in a list, with an output for each."""
+    """Names of the linear layers beside experts, stacked or in a list, with an output for each: in
+    the module that has the experts, or the list or stack of them, or one that has this module."""
     routers = set()
+
+    def counts_in(module: nn.Module) -> set[int]:
+        if isinstance(module, nn.ModuleList):
+            return {len(module)}
+        kernels = hasattr(module, "kernel_size")  # a convolution's weight has three dimensions, too
+        return {len(p) for p in module.parameters(recurse=False) if p.dim() == 3 and not kernels}
+
     for path, holder in model.named_modules():
-        for name, child in holder.named_children():
-            stacked = {len(p) for p in child.parameters(recurse=False) if p.dim() == 3}
-            counts = {len(child)} if isinstance(child, nn.ModuleList) else stacked
+        own = counts_in(holder) if not isinstance(holder, nn.ModuleList) else set[int]()
+        for name, child in (("", None), *holder.named_children()):
+            counts = (
+                own if child is None else counts_in(child).union(*map(counts_in, child.children()))
+            )
             for other, layer in holder.named_modules() if counts else ():
-                beside = not f"{other}.".startswith(f"{name}.")
+                beside = not name or not f"{other}.".startswith(f"{name}.")
                 if beside and getattr(layer, "out_features", 0) in counts:
                     routers.add(f"{path}.{other}".lstrip("."))
     return routers

@@ -254,6 +254,8 @@ class Pipeline:
                 received = [torch.zeros_like(message, device=device) for message in like]
                 for message in received:
                     message.requires_grad_(torch.is_grad_enabled())
+            for transform in self._transforms:
+                transform.begin_microbatch(index, 0)
             with self._computing():
                 executor.run_alone(index, received, microbatch)
             stage.zero_grad()

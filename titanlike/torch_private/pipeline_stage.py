@@ -62,9 +62,9 @@ def make_stage(
     3 = also gather in each forward and backward, block by block. weight_gradients: called after
     each backward; returns what W does, in a schedule that splits the backward. The backward is then
     full, and runs in I; torch's would walk through the graph twice, and through a checkpointed
-    block for each of its weights. skips_in, skips_out: indices of the non-adjacent
-    stages that the last of `inputs` come from and the last of `outputs` go to. begin_microbatch:
-    called with the stage and the microbatch before each forward and backward. sums: called around each backward,
+    block for each of its weights. skips_in, skips_out: indices of the non-adjacent stages that the
+    last of `inputs` come from and the last of `outputs` go to. begin_microbatch: called with the
+    stage and the microbatch before each forward and backward. sums: called around each backward,
     takes its gradients; None = FSDP and autograd add them.
     """
     kind: Any = _Stage if zero == 1 else _ShardingStage

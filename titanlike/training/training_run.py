@@ -91,6 +91,8 @@ class TrainingRun:
         self._own_data()
         source, dp_rank = self.data.train, self.mesh.dp_rank
         stream = batches(source, self.config, dp_rank=dp_rank, start_step=self.steps)
+        if REAL in self._run.pipeline.used_fields():  # `step` gives it to experts, not to the model
+            return stream
         return ({name: x for name, x in each.items() if name != REAL} for each in stream)
 
     def step(self, batch: Mapping[str, Tensor]) -> StepOutput:
