@@ -54,6 +54,7 @@ class Cell:
     then: tuple[str, ...] = ()  # overrides of the command that resumes the run
     phase: str = "data"  # in which a rank is stopped or killed
     seconds: float = 0.0  # expected
+    gpus: tuple[str, ...] = ()  # that it may use, by their names; () = all
 
 
 def plan(
@@ -204,7 +205,15 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
 class Command:
     """`titanlike COMMAND ...`, or a tool, in its own session, with its output in a file."""
 
-    def __init__(self, command: str, overrides: Sequence[str], log: Path, deadline: float) -> None:
+    def __init__(
+        self,
+        command: str,
+        overrides: Sequence[str],
+        log: Path,
+        deadline: float,
+        gpus: Sequence[str] = (),
+    ) -> None:
+        shown = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         self._log, self._deadline = log, deadline
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "wb") as output:
@@ -213,7 +222,7 @@ class Command:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=child_environment() | {"WANDB_MODE": "disabled"},
+                env=child_environment() | {"WANDB_MODE": "disabled"} | shown,
                 start_new_session=True,
                 preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
@@ -264,7 +273,7 @@ class _Run:
     def _command(self, name: str, overrides: Sequence[str] = ()) -> Command:
         """Start a command with a run_dir and a log of this name."""
         words = *(overrides or self.cell.overrides), f"run_dir={self.folder / name}"
-        return Command(self.job, words, self.folder / f"{name}.log", self._deadline)
+        return Command(self.job, words, self.folder / f"{name}.log", self._deadline, self.cell.gpus)
 
     def _run(self, name: str, overrides: Sequence[str] = ()) -> list[Record]:
         """Run or resume a training run to its end; return its metrics."""

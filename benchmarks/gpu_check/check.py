@@ -43,6 +43,7 @@ _END = "exit code: 0 everything that ran passed, 1 something failed, 2 nothing c
 _MOST_RANKS = 8  # of a cell, if there are fewer GPUs
 _RANK_MEMORY = 4 * 2**30  # GPU memory of a rank: context, kernels, a small model
 _POLL = 0.5  # seconds between looks at whether a signal came
+_MOST_PASSED_OVER = 16
 _ENDING = 12.0  # seconds for a cell at its limit to report its stacks and end
 
 
@@ -61,10 +62,10 @@ def _check(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--gpus {arguments.gpus}: must be at least 1")
     machine = _describe_machine()
     cpu, gpus = arguments.device == "cpu", len(machine["names"])
-    if not cpu and not gpus:
-        raise ValueError("there is no GPU; --device cpu runs what works without one")
     count = arguments.gpus or (2 if cpu else gpus)
-    if not cpu and count > gpus:
+    if not (cpu or gpus or (arguments.list and count)):
+        raise ValueError("there is no GPU; --device cpu runs what works without one")
+    if not (cpu or arguments.list) and count > gpus:
         raise ValueError(f"--gpus {count}: there are {gpus}")
     for name, value in (("minutes", arguments.minutes), ("at-once", arguments.at_once)):
         if value is not None and value <= 0:
@@ -89,7 +90,59 @@ def _check(arguments: argparse.Namespace) -> int:
     named = Path(arguments.folder or time.strftime("outputs/gpu_check/%Y-%m-%d_%H-%M-%S"))
     end = time.monotonic() + 60 * (arguments.minutes or math.inf)
     folder = make_new_folder(named)
-    return _run(cells, folder, machine, outcomes, arguments.at_once or limit, end)
+    places = Places([] if cpu else visible_gpus(count), machine["memory"])
+    return _run(cells, folder, machine, outcomes, arguments.at_once or limit, end, places)
+
+
+def visible_gpus(count: int) -> list[str]:
+    """The first `count` GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (given.split(",") if given else [*map(str, range(count))])[:count]
+
+
+class Places:
+    """Which GPUs a cell gets: the least loaded ones. On these, what stops or kills ranks, or is
+    measured, runs alone; a GPU has no more ranks than its memory has room for."""
+
+    ALONE = ("hangs", "kills", "speed")
+
+    def __init__(self, gpus: Sequence[str], memory: Sequence[int]) -> None:
+        """gpus: names; memory: bytes of each. Without GPUs every cell gets ()."""
+        self._most = {
+            g: max(1, size // _RANK_MEMORY) for g, size in zip(gpus, memory, strict=False)
+        }
+        self._taken: dict[int, tuple[Cell, tuple[str, ...]]] = {}
+
+    @property
+    def loads(self) -> dict[str, int]:
+        """Ranks on each GPU."""
+        loads = dict.fromkeys(self._most, 0)
+        for cell, gpus in self._taken.values():
+            for gpu in gpus:
+                loads[gpu] += -(-cell.ranks // len(gpus))
+        return loads
+
+    def take(self, number: int, cell: Cell) -> tuple[str, ...] | None:
+        """Give a cell its GPUs; None = they are not free yet."""
+        loads, wanted = self.loads, min(cell.ranks, len(self._most))
+        closed = {
+            g for other, gpus in self._taken.values() if other.kind in self.ALONE for g in gpus
+        }
+        each = -(-cell.ranks // max(1, wanted))
+        alone = cell.kind in self.ALONE
+        fits = [
+            gpu
+            for gpu, load in loads.items()
+            if gpu not in closed and (not load or (not alone and load + each <= self._most[gpu]))
+        ]
+        if len(fits) < wanted:
+            return None
+        chosen = tuple(sorted(fits, key=lambda gpu: loads[gpu])[:wanted])
+        self._taken[number] = cell, chosen
+        return chosen
+
+    def free(self, number: int) -> None:
+        self._taken.pop(number, None)
 
 
 def _passed_before(
@@ -128,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     tiny = "cpu: tiny models, few checks"
-    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help=tiny)
+    parser.add_argument("--device", choices=("gpu", "cuda", "cpu"), default="gpu", help=tiny)
     few = "use N (ranks with cpu); default all, 2"
     parser.add_argument("--gpus", type=int, metavar="N", help=few)
     parser.add_argument("--only", metavar="KIND,...", help="these checks alone")
@@ -151,12 +204,16 @@ def _run(
     outcomes: dict[int, Outcome],
     at_once: int,
     end: float = math.inf,
+    places: Places | None = None,
 ) -> int:
-    """outcomes: by number, of cells that need not run; at_once: ranks; end: monotonic time."""
+    """outcomes: by number, of cells that need not run; at_once: ranks; end: monotonic time; places:
+    None = no GPUs."""
+    places = places or Places([], [])
     started = time.strftime("%Y-%m-%d %H:%M")
     waiting = [number for number in range(len(cells)) if number not in outcomes]
     left: list[int] = []
     running: dict[Connection, tuple[int, multiprocessing.process.BaseProcess]] = {}
+    passed_over = 0  # cells that have started while the first of the queue waited
     pace = [1.0]  # seconds that cells took, relative to the expected ones
     print(f"{len(waiting)} checks; the report is {folder / 'report.md'}, whole after each of them")
 
@@ -172,17 +229,25 @@ def _run(
         atomic_write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
 
     def start_those_that_fit() -> None:
-        while waiting:
-            cell, remaining = cells[waiting[0]], end - time.monotonic() - _ENDING
+        nonlocal passed_over
+        for number in [*waiting]:
+            cell, remaining = cells[number], end - time.monotonic() - _ENDING
             if cell.seconds * max(1.0, median(pace)) > remaining:
-                left.append(waiting.pop(0))
+                waiting.remove(number)
+                left.append(number)
                 continue
             used = sum(cells[n].ranks for n, _ in running.values())
-            alone = "speed" in (cell.kind, *(cells[n].kind for n, _ in running.values()))
-            if running and (alone or used + cell.ranks > at_once):
-                return
-            cell = replace(cell, timeout=min(cell.timeout, remaining))
-            number = waiting.pop(0)
+            kinds = cell.kind, *(cells[n].kind for n, _ in running.values())
+            alone = not places.loads and "speed" in kinds  # with GPUs, alone on its own
+            full = bool(running) and (alone or used + cell.ranks > at_once)
+            gpus = None if full else places.take(number, cell)
+            if gpus is None:
+                if passed_over >= _MOST_PASSED_OVER * bool(places.loads):
+                    return  # those that run end, and leave the first of the queue its GPUs
+                continue
+            passed_over = 0 if number == waiting[0] else passed_over + 1
+            cell = replace(cell, timeout=min(cell.timeout, remaining), gpus=gpus)
+            waiting.remove(number)
             ours, theirs = multiprocessing.Pipe(duplex=False)
             words = cell, folder / f"{number + 1:03}-{cell.kind}", theirs, os.getpid()
             process = multiprocessing.get_context("fork").Process(target=_run_one, args=words)
@@ -211,6 +276,7 @@ def _run(
                         process.join()
                         outcome = Outcome("FAILED", f"its process ended with {process.exitcode}")
                     del running[connection]
+                    places.free(number)
                     outcomes[number] = outcome
                     if outcome.status == "ok":
                         pace.append(outcome.seconds / max(1.0, cells[number].seconds))

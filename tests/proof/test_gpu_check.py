@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 from benchmarks.gpu_check import cells as gpu_cells
 from benchmarks.gpu_check import check as gpu_check
 from benchmarks.gpu_check.cells import Cell, Outcome, plan, run_cell
+from benchmarks.gpu_check.check import Places, visible_gpus
 from benchmarks.speed.host_waits import waits_by_place
 from support.cells import GRID, slow
 from support.command_lines import examined
@@ -187,6 +189,36 @@ def test_several_run_at_a_time_by_their_ranks_and_speed_is_measured_alone(
     assert {*log[:2]} == {"a begins", "b begins"}
     alone = [f"{name} {word}" for name in "cde" for word in ("begins", "ends")]
     assert log[4:] == alone
+
+
+@pytest.mark.parametrize("count", [8, 4, 1])
+def test_cells_fill_all_gpus_of_a_node_and_none_has_more_ranks_than_room(count: int) -> None:
+    """Those that stop or kill ranks, and speed, have theirs alone."""
+    cells = dict(enumerate(gpu_cells.plan(8, gpus=count)))
+    places = Places(visible_gpus(count), [80 << 30] * count)
+    room, loads = (80 << 30) // gpu_check._RANK_MEMORY, Counter[str]()
+    waiting, running = [*cells], list[int]()
+    while waiting or running:
+        for number in [*waiting]:
+            before = places.loads
+            if (gpus := places.take(number, cells[number])) is None:
+                continue
+            assert len(gpus) == min(cells[number].ranks, count) == len({*gpus})
+            if cells[number].kind in Places.ALONE:
+                assert not any(before[gpu] for gpu in gpus)
+            waiting.remove(number)
+            running.append(number)
+            loads.update(gpus)
+        assert max(places.loads.values()) <= room
+        assert len(waiting) < len(cells) / 2 or all(places.loads.values())
+        places.free(running.pop(0))
+    assert max(loads.values()) < 1.5 * min(loads.values()), "cells on the fullest and emptiest GPU"
+
+
+def test_the_plan_of_a_node_is_shown_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--gpus", "8", "--device", "cuda", "--list"]) == 0
+    assert "verify        " in capsys.readouterr().out
+    assert gpu_check.main(["--list"]) == 2
 
 
 def test_cells_beyond_the_time_budget_are_left_to_the_next_call(
