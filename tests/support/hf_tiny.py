@@ -59,7 +59,7 @@ def sizes(family: str, **changes: Any) -> dict[str, Any]:
     known.update(inspect.signature(type(config)).parameters)
     wanted = SIZES | EXPERTS | dict.fromkeys(DROPOUT, 0.0) | changes
     found = {key: value for key, value in wanted.items() if key in known}
-    if family == "deepseek_v3":
+    if family in ("deepseek_v2", "deepseek_v3"):
         found["num_key_value_heads"] = 4
         del found["head_dim"]
     return found

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # model_type, in transformers, of the families that are tested.
 _TESTED = """
-    apertus arcee bloom cohere cohere2 cwm deepseek_v3 dots1 ernie4_5 exaone4 falcon
+    apertus arcee bloom cohere cohere2 cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 exaone4 falcon
     flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss
     granite granitemoe granitemoeshared helium hunyuan_v1_dense llama minimax_m2 ministral
     ministral3 mistral mixtral mpt nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon
