@@ -33,7 +33,9 @@ OLD = os.environ.get("TITANLIKE_TEST_TRANSFORMERS4")  # an interpreter that has 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 BUILT_IN = [name for name, entry in published().items() if "built_in" in entry]
 FIRST = [("llama_3.2_1b", "built-in"), ("gemma_3_4b_text", "hf")]
-REST = [(name, how) for how, names in (("hf", published()), ("built-in", BUILT_IN)) for name in names]
+REST = [
+    (name, how) for how, names in (("hf", published()), ("built-in", BUILT_IN)) for name in names
+]
 # a built-in model leaves out what only training or a tokenizer's program reads
 LEFT_OUT = {"initializer_range", "pretraining_tp", "transformers_version", "is_llama_config"}
 LEFT_OUT |= {"bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "architectures"}

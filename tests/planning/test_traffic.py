@@ -3,7 +3,6 @@ step."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -242,24 +241,3 @@ def test_traffic_of_exact_reductions_is_as_planned(config: Config, tmp_path: Pat
             assert planned[kind] == pytest.approx(most, rel=0.05 if config.dp == 3 else 0)
             wanted = config.shards > 1 if kind == "reduced" else config.replicate > 1
             assert bool(planned[kind]) == wanted, kind
-
-
-def test_a_plan_reports_the_cost_of_exact_numerics() -> None:
-    words = f"{WORDS} {SIZES} batch_size=16 dp=2 numerics=exact".split()
-    estimate = planned(*(w for w in words if "microbatches" not in w), "fsdp.zero=3")
-    fast = planned(
-        *(w for w in words if "numerics" not in w), "fsdp.zero=3", "schedule.microbatches=1"
-    )
-    assert estimate.fast is not None and fast.fast is None
-    # 8 grains a rank: gathered and sent each, and half of them
-    numel = estimate.plan.stage_numel(0)
-    more = as_data(estimate)["against_fast"]
-    assert more["sent_bytes"] == (8 - 1) * 3 * 4 * numel // 2
-    assert more["step"] == pytest.approx(estimate.step_seconds / fast.step_seconds)
-    assert more["memory_bytes"] == estimate.fullest - fast.fullest
-    text = " ".join(as_text(estimate).split())
-    assert re.search(
-        r"exact \d+\.\d\d times the step, [+-][\d.]+ MiB on the fullest rank, \+", text
-    )
-    assert "numerics=fast (1 microbatch, ZeRO 3)" in text and "all-to-alls of gradients" in text
-    assert as_data(fast)["against_fast"] is None and "numerics" not in as_text(fast)

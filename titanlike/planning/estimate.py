@@ -13,7 +13,6 @@ their parameters.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -159,16 +158,6 @@ class Estimate:
         """Seconds of all steps of the run."""
         return self.config.last_step * self.step_seconds
 
-    @cached_property
-    def fast(self) -> Estimate | None:
-        """With numerics=exact, the same layout with numerics=fast; None if it cannot be planned."""
-        if not self.config.exact:
-            return None
-        config = replace(self.config, numerics=replace(self.config.numerics, name="fast"))
-        with contextlib.suppress(ConfigError):
-            return make_estimate(config, self.hardware)
-        return None
-
     def traffic(self, rank: int) -> Counter[str]:
         """Bytes that a pipeline rank sends per step by kind, summed over its stages."""
         total = Counter(dict.fromkeys(TRAFFIC, 0))
@@ -181,11 +170,6 @@ class Estimate:
         step = self.step_seconds
         parts = parts_of_step(self.times, self.order, self.simulation, rank, step)
         return {name: value / step for name, value in parts.items() if value > 1e-4 * step}
-
-    @property
-    def sent(self) -> int:
-        """Bytes per step that the busiest sender sends."""
-        return max(self.traffic(rank).total() for rank in range(self.config.pp))
 
     @property
     def slowest(self) -> int:

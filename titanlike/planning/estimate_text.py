@@ -105,38 +105,10 @@ def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = ""
             {"rank": rank, "stage": stage, "share": seconds / estimate.step_seconds}
             for (rank, stage), seconds in sorted(estimate.simulation.waits.items())
         ],
-        "against_fast": _against_fast(estimate),
         "advice": [{"overrides": one.overrides, "gain": one.gain} for one in advice],
         "warning": warning,
         "estimated": estimate.times.estimated or estimate.memory_unknown,
     }
-
-
-def _against_fast(estimate: Estimate) -> dict[str, float] | None:
-    """The cost of numerics=exact relative to numerics=fast in this layout; None without exact."""
-    if (fast := estimate.fast) is None:
-        return None
-    # compare estimates, as only one of the two may have counted memory
-    memory = [max(parts.total for parts in each.memory) for each in (estimate, fast)]
-    return {
-        "step": estimate.step_seconds / fast.step_seconds,
-        "memory_bytes": memory[0] - memory[1],
-        "sent_bytes": estimate.sent - fast.sent,
-    }
-
-
-def price(estimate: Estimate) -> str:
-    """The cost of numerics=exact relative to numerics=fast, as a line; "" without exact."""
-    if (more := _against_fast(estimate)) is None:
-        return ""
-    memory, sent = (
-        ("-" if more[key] < 0 else "+") + units.size(abs(more[key]))
-        for key in ("memory_bytes", "sent_bytes")
-    )
-    fast, step = estimate.fast, f"{more['step']:.2f} times the step"
-    assert fast is not None
-    against = f"numerics=fast ({units.microbatches(fast.plan.microbatches)}, ZeRO {fast.plan.zero})"
-    return f"{step}, {memory} on the fullest rank, {sent} sent a step, against {against}"
 
 
 def as_text(
@@ -190,7 +162,6 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
         f"memory  {room}: {'fits' if estimate.fits else 'DOES NOT FIT'}",
         *([f"experts {experts_text(estimate)}"] if config.ep > 1 else []),
         f"run     {config.last_step:,} steps: {days}, {hours:,.0f} device hours",
-        *([f"exact   {text}"] if (text := price(estimate)) else []),
         *([warning] if warning else []),
     ]
     if (shared := estimate.shared_by) > 1:

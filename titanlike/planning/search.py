@@ -44,7 +44,7 @@ from titanlike.planning.estimate import (
     rows_of,
     with_exact_memory,
 )
-from titanlike.planning.estimate_text import as_data, mesh_text, price, table
+from titanlike.planning.estimate_text import as_data, mesh_text, table
 from titanlike.planning.known_hardware import planned_hardware
 from titanlike.planning.layouts import SearchSpace, candidates
 from titanlike.planning.stage_times import LayoutTimes
@@ -480,8 +480,6 @@ def search_text(result: LayoutSearch, most: int = 10, width: int = 80) -> str:
     header = ["", "mesh", "schedule", "mb", "step", speed, "MFU", "bubble", "GiB", "slower"]
     lines += ["", table(header, rows, width), ""]
     lines += [f"{number}  {r.command_line}" for number, r in enumerate(result.ranked[:most], 1)]
-    if text := price(best):
-        lines += ["", *textwrap.wrap(f"the first: {text}", width)]
     if result.lost:
         lines += ["", "why others lose", *(f"  {text}" for text in result.lost)]
     return "\n".join(lines)
