@@ -95,8 +95,8 @@ def stack(samples: list[Batch]) -> Batch:
 
 def with_real_tokens(batch: Batch) -> Batch:
     """Add `REAL` to a batch of sequences that does not have it: padding is what a `mask` [B, T] of
-    bool or int excludes, else two tokens or more at a sequence's end that are alike and without a
-    target."""
+    bool or int excludes, else what ends a sequence: tokens without a target that repeat the last
+    one."""
     inputs, targets, mask = batch["inputs"], batch["targets"], batch.get("mask")
     if REAL in batch or inputs.dim() not in (2, 3) or inputs.shape[:2] != targets.shape:
         return batch
@@ -104,7 +104,7 @@ def with_real_tokens(batch: Batch) -> Batch:
         return batch | {REAL: mask.bool()}
     alike = (inputs == inputs[:, -1:]).reshape(*targets.shape, -1).all(2)
     padding = (alike & (targets == IGNORE)).long().flip(1).cumprod(1).flip(1)
-    return batch | {REAL: (padding == 0) | (padding.sum(1, keepdim=True) < 2)}
+    return batch | {REAL: padding == 0}
 
 
 @dataclass(frozen=True)
