@@ -44,7 +44,7 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     held: Any = opened.validation
     if held is not None:
         held = checked_source(held, "validation", data.name, config, opened.variable)
-    opener = _Opener(call, checks, config, config.seed, data.args.get("repeat", True))
+    opener = _Opener(call, checks, config, data.args.get("repeat", True))
     together = opened.variable is None
     train = StreamSource(config, readers, opener, {}, collate=checks.collate, together=together)
     opener.count_sample = train.count_sample
@@ -76,7 +76,6 @@ class _Opener:
     call: Call
     checks: CheckedSource
     config: Config
-    seed: int
     repeat: bool
     by_place = True
     restores: bool = True  # whether the stream's state brings it back
@@ -189,9 +188,9 @@ class OwnRows(BaseNode[Any]):
     @contextmanager
     def _reading(self, place: int | str) -> Iterator[None]:
         """A context in which the stream is read, as a part of it, with this place's draws."""
-        info = read_as_part(self._reader, self._readers, self._opener.seed, self._info)
+        info = read_as_part(self._reader, self._readers, self._opener.config.seed, self._info)
         with self._draws as draws, info:
-            draws.seed(self._opener.seed, self._reader, self.epoch, place)
+            draws.seed(self._opener.config.seed, self._reader, self.epoch, place)
             yield
 
     def next(self) -> Any:

@@ -230,10 +230,8 @@ class StreamSource(Stream):
             self._states.setdefault(content["step"], {})[reader] = entry
             if not data_changed(self.config.data):
                 self._firsts[reader] = content["first"]
-        if (
-            self._run_holds,
-            self._firsts,
-        ) != before:  # as a run is resumed; a rollback changes nothing
+        # as a run is resumed; a rollback changes nothing
+        if (self._run_holds, self._firsts) != before:
             self._heads, self._held_anywhere = {}, None
         for reader in self._firsts:
             self.head(reader)

@@ -47,8 +47,8 @@ from titanlike.data.text import (
     separated_documents,
     token_dtype,
 )
-from titanlike.data.tokenizer import Tokenizer, open_tokenizer, write_tokenizer
-from titanlike.data.tokens import FORMAT, INDEX, PLAN, TOKENIZER, read_index
+from titanlike.data.tokenizer import TOKENIZER, Tokenizer, open_tokenizer, write_tokenizer
+from titanlike.data.tokens import FORMAT, INDEX, PLAN, read_index
 from titanlike.launch.environment import available_cores
 from titanlike.launch.signals import die_with_parent
 from titanlike.metrics import units

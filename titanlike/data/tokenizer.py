@@ -43,7 +43,7 @@ FILES = (
 )
 
 
-TOKENIZER = "tokenizer"  # folder of a run
+TOKENIZER = "tokenizer"  # folder of a run, and of token files
 _SETTINGS = "tokenizer_config.json"
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _MOST_BYTES = 1 << 28  # of a tokenizer's file
@@ -425,14 +425,13 @@ def write_tokenizer(name: str, folder: Path) -> Tokenizer:
 def keep_tokenizer(data: Any, run_dir: Path) -> None:
     """Copy the tokenizer and chat template that a section of data names to run_dir/tokenizer, once,
     so that the run can be moved without them. Raises OSError."""
-    name, folder = getattr(data, "tokenizer", "bytes"), run_dir / TOKENIZER
-    if name == "bytes" or folder.exists():
+    folder, path = run_dir / TOKENIZER, Path(data.tokenizer).expanduser()
+    if folder.exists():
         return
-    path = Path(name).expanduser()
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=TOKENIZER) as parent:
         unfinished = Path(parent, TOKENIZER)
         unfinished.mkdir()
-        write_tokenizer(name, unfinished)
+        write_tokenizer(data.tokenizer, unfinished)
         ends = (path if path.is_dir() else path.parent) / "generation_config.json"
         if ends.is_file():
             shutil.copyfile(ends, unfinished / ends.name)

@@ -29,12 +29,12 @@ from titanlike.data.token_formats import (
     read_file,
     read_folder,
 )
-from titanlike.data.tokenizer import open_tokenizer
+from titanlike.data.tokenizer import TOKENIZER, open_tokenizer
 
 if TYPE_CHECKING:
     from titanlike.data.sources import Data
 
-INDEX, PLAN, TOKENIZER = "index.json", "plan.json", "tokenizer"
+INDEX, PLAN = "index.json", "plan.json"
 FORMAT = 1
 _AGAIN = "Run titanlike tokenize again: it goes on where it was"
 _MAX_SEARCHED = 1 << 24  # tokens searched for the document boundary
