@@ -206,6 +206,9 @@ def test_cells_fill_all_gpus_of_a_node_and_none_has_more_ranks_than_room(count: 
             assert len(gpus) == min(cells[number].ranks, count) == len({*gpus})
             if cells[number].kind in Places.ALONE:
                 assert not any(before[gpu] for gpu in gpus)
+            elif len(waiting) > len(cells) / 2:  # later, some GPUs are taken alone
+                free = [before[gpu] for gpu in before if gpu not in gpus]
+                assert max(before[gpu] for gpu in gpus) <= min(free, default=room), "least loaded"
             waiting.remove(number)
             running.append(number)
             loads.update(gpus)
@@ -213,6 +216,16 @@ def test_cells_fill_all_gpus_of_a_node_and_none_has_more_ranks_than_room(count: 
         assert len(waiting) < len(cells) / 2 or all(places.loads.values())
         places.free(running.pop(0))
     assert max(loads.values()) < 1.5 * min(loads.values()), "cells on the fullest and emptiest GPU"
+
+
+def test_a_cell_that_is_to_be_alone_keeps_others_from_its_gpu() -> None:
+    places = Places(["3", "5"], [80 << 30] * 2)
+    assert places.take(0, Cell("hangs", "", (), 1, 60)) == ("3",)
+    assert places.take(1, Cell("verify", "", (), 1, 60)) == ("5",)
+    assert places.take(2, Cell("verify", "", (), 2, 60)) is None
+    assert places.take(3, Cell("kills", "", (), 1, 60)) is None
+    places.free(0)
+    assert places.take(3, Cell("kills", "", (), 1, 60)) == ("3",)
 
 
 def test_the_plan_of_a_node_is_shown_without_one(capsys: pytest.CaptureFixture[str]) -> None:
