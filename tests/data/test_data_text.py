@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,30 @@ from pyarrow import orc, parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from support.commands import TINY, command
-from titanlike.config.schema import TextData
-from titanlike.data.registry import DataError
-from titanlike.data.text import (
-    PARTS,
-    TokenizedCorpus,
-    cache_key,
-    documents,
-    find_files,
-    identity,
-    texts,
-    tokenize_corpus,
-)
+from titanlike.config.schema import Config, TextData
+from titanlike.data.registry import DataError, open_data
+from titanlike.data.text import documents, find_files
+from titanlike.data.token_folder import cache_key
 from titanlike.data.tokenizer import ByteTokenizer, byte_tokenizer, open_tokenizer
 
 GROWING = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 1000}
 TEXTS = [f"Document {i}: größer, 日本, <|endoftext|>{'.' * (i % 7)}" for i in range(200)]
 
 
-def tokenized(data: TextData, tokenizer: Any) -> TokenizedCorpus:
-    return tokenize_corpus(data, tokenizer, identity(data), texts(data))
+def tokenized(data: TextData) -> dict[str, list[str]]:
+    """The documents of both parts as a run reads them, cut at the boundaries and decoded."""
+    opened, found = open_data(Config(data=data, seq_len=1, batch_size=1)), {}
+    for part, source in (("train", opened.train), ("validation", opened.validation)):
+        ids = source.read(0, 1 << 30)
+        assert ids[0] == opened.boundary, "every document begins with the boundary"
+        starts = np.flatnonzero(ids == opened.boundary)
+        found[part] = [opened.decode(one.tolist()) for one in np.split(ids, starts[1:])]
+    return found
+
+
+def files_in(cache: Path) -> dict[str, int]:
+    """The files of all entries, and when they were written."""
+    return {str(path): path.stat().st_mtime_ns for path in sorted(cache.glob("*/*"))}
 
 
 def write_jsonl(path: Path, texts: list[str], text_key: str = "text") -> Path:
@@ -64,14 +69,6 @@ def write_tokenizer(path: Path, special: list[str]) -> Path:
     tokenizer.enable_truncation(max_length=8)
     tokenizer.save(str(path))
     return path
-
-
-def read_back(prepared: TokenizedCorpus, part: str, decode) -> list[str]:
-    """The documents in a prepared file, cut at the boundaries and decoded."""
-    ids = np.fromfile(prepared.path(part), prepared.dtype)
-    assert ids[0] == prepared.boundary, "every document begins with the boundary"
-    starts = np.flatnonzero(ids == prepared.boundary)
-    return [decode(document.tolist()) for document in np.split(ids, starts[1:])]
 
 
 @pytest.mark.parametrize("text", ["", "plain", "größe 日本 🙂", "<|endoftext|>\x00\r\n"])
@@ -105,16 +102,15 @@ def test_text_round_trips_and_train_and_validation_are_disjoint(
     if tokenizer != "bytes":
         special = ["<s>", "<|endoftext|>"] if tokenizer == "endoftext" else []
         name = str(write_tokenizer(tmp_path / "tokenizer.json", special))
-    opened = open_tokenizer(name)
-    data = TextData(path=str(path), text_key="content", cache=str(tmp_path / "cache"))
-    prepared = tokenized(data, opened)
-    train, held = (read_back(prepared, part, opened.decode) for part in ("train", "validation"))
+    cache = str(tmp_path / "cache")
+    data = TextData(path=str(path), text_key="content", tokenizer=name, cache=cache)
+    train, held = tokenized(data).values()
     assert sorted(train + held) == sorted(TEXTS)
     assert len(set(train)) + len(set(held)) == len(TEXTS)
     assert 1 <= len(held) <= 30
-    assert prepared.documents == {"train": len(train), "validation": len(held)}
-    boundaries = {"bytes": 256, "endoftext": 1, "no boundary": prepared.vocab_size - 1}
-    assert prepared.boundary == boundaries[tokenizer]
+    opened = open_tokenizer(name)
+    boundaries = {"bytes": 256, "endoftext": 1, "no boundary": opened.vocab_size - 1}
+    assert opened.boundary == boundaries[tokenizer]
 
 
 def lines(rows: list[dict[str, Any]]) -> bytes:
@@ -175,10 +171,7 @@ def test_few_documents_are_split_into_train_and_validation(
     texts = [chr(ord("a") + i) * 1000 for i in range(count)]
     path = write_jsonl(tmp_path / "few.jsonl", texts)
     data = TextData(path=str(path), validation_fraction=fraction, cache=str(tmp_path / "cache"))
-    prepared = tokenized(data, ByteTokenizer())
-    train, held = (
-        read_back(prepared, part, ByteTokenizer().decode) for part in ("train", "validation")
-    )
+    train, held = tokenized(data).values()
     assert all(train) and all(held)
     if count == 1:
         assert train[0] + held[0] == texts[0]
@@ -190,37 +183,35 @@ def test_few_documents_are_split_into_train_and_validation(
 def test_the_token_cache_is_reused_until_an_input_changes(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     data = TextData(path=str(path), cache=str(tmp_path / "cache"))
-    first = tokenized(data, ByteTokenizer())
-    written = first.path("train").stat().st_mtime_ns
-    assert tokenized(data, ByteTokenizer()) == first
-    assert first.path("train").stat().st_mtime_ns == written
+    first, written = tokenized(data), files_in(tmp_path / "cache")
+    assert tokenized(data) == first and files_in(tmp_path / "cache") == written
 
-    bpe = open_tokenizer(str(write_tokenizer(tmp_path / "tokenizer.json", ["</s>"])))
-    assert tokenized(data, bpe).tokens != first.tokens
+    name = str(write_tokenizer(tmp_path / "tokenizer.json", ["</s>"]))
+    assert tokenized(replace(data, tokenizer=name)) == first
+    assert len(files_in(tmp_path / "cache")) == 2 * len(written)
 
     write_jsonl(path, [text.lower() for text in TEXTS])
-    lower = tokenized(data, ByteTokenizer())
-    texts = (read_back(lower, part, ByteTokenizer().decode) for part in PARTS)
-    assert sorted(sum(texts, [])) == sorted(text.lower() for text in TEXTS)
+    lower = tokenized(data)
+    assert sorted(sum(lower.values(), [])) == sorted(text.lower() for text in TEXTS)
 
+    before = files_in(tmp_path / "cache")
     write_jsonl(path, [*TEXTS, "one more"])
-    more = tokenized(data, ByteTokenizer())
-    assert sum(more.documents.values()) == len(TEXTS) + 1
+    more = tokenized(data)
+    assert len(sum(more.values(), [])) == len(TEXTS) + 1
 
-    with open(more.path("train"), "r+b") as file:  # as after a power cut
-        file.truncate(10)
-    again = tokenized(data, ByteTokenizer())
-    assert again == more
-    assert again.path("train").stat().st_size == 2 * again.tokens["train"]
+    for name in files_in(tmp_path / "cache").keys() - before.keys():
+        with open(name, "r+b") as file:  # as after a power cut
+            file.truncate(10)
+        assert tokenized(data) == more and os.path.getsize(name) > 10
 
 
 def test_concurrent_processes_write_one_cache(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
     data = TextData(path=str(path), cache=str(tmp_path / "cache"))
     with ProcessPoolExecutor(4) as pool:
-        made = list(pool.map(tokenized, [data] * 8, [ByteTokenizer()] * 8, timeout=30))
+        made = list(pool.map(tokenized, [data] * 8, timeout=60))
     assert all(one == made[0] for one in made)
-    assert [p.name for p in (tmp_path / "cache").iterdir()] == [made[0].folder.name]
+    assert len(os.listdir(tmp_path / "cache")) == 1
 
 
 BAD_TEXT = {
@@ -248,7 +239,7 @@ def test_a_mistake_in_text_names_the_key_and_the_place(tmp_path: Path, case: str
             (folder / name).write_bytes(content)
     data = TextData(path=str(folder), cache=str(tmp_path / "cache"))
     with pytest.raises(ValueError, match=words) as raised:
-        tokenized(data, ByteTokenizer())
+        tokenized(data)
     assert str(raised.value).startswith(f"{key}=")
     cache = tmp_path / "cache"
     assert not cache.exists() or not os.listdir(cache), "nothing half-made is left"
@@ -270,7 +261,7 @@ def test_a_missing_column_lists_those_that_exist(tmp_path: Path) -> None:
     for text_key, words in (("text", "body, n"), ("n", "holds int in n, not text")):
         data = TextData(path=str(tmp_path), text_key=text_key, cache=str(tmp_path / "cache"))
         with pytest.raises(ValueError, match=words) as raised:
-            tokenized(data, ByteTokenizer())
+            tokenized(data)
         assert str(raised.value).startswith(f"data.text_key={text_key}")
 
 
@@ -284,7 +275,7 @@ def test_a_cache_that_cannot_be_written_and_a_fifo_are_named(tmp_path: Path) -> 
     (tmp_path / "file").write_text("x" * 1000)
     data = TextData(path=str(tmp_path / "file"), cache=str(tmp_path / "file" / "cache"))
     with pytest.raises(DataError, match="data.cache=.*cannot be written"):
-        tokenized(data, ByteTokenizer())
+        tokenized(data)
     for name in ("a.txt", "a.jsonl.gz", "a.txt.zst"):
         os.mkfifo(tmp_path / name)
         with pytest.raises(DataError, match=f"{name}.*regular file"):
@@ -346,11 +337,11 @@ def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
         {"dtype": "<u2"},
         {"dtype": ["uint16"]},
         {"vocab_size": "x"},
-        {"tokens": {"train": True, "validation": 1}},
-        {"tokens": [1, 2]},
-        {"documents": None},
+        {"tokens": True},
+        {"tokens": -1},
+        {"files": None},
         {"boundary": 1e400},
-        {"folder": "/"},
+        {"name": "../other.bin"},
     ],
 )
 def test_a_cache_that_somebody_prepared_is_not_believed(
@@ -360,12 +351,14 @@ def test_a_cache_that_somebody_prepared_is_not_believed(
     addresses of Python's objects."""
     (tmp_path / "a.txt").write_text("some text\n" * 50)
     data = TextData(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
-    right = np.fromfile(tokenized(data, ByteTokenizer()).path("train"), "<u2").tolist()
-    [meta] = (tmp_path / "cache").glob("*/meta.json")
+    right = tokenized(data)
+    [index] = (tmp_path / "cache").glob("*/index.json")
     itemsize = {"O": 8, "S4": 4, "datetime64[s]": 8}.get(str(change.get("dtype")), 2)
-    plain = json.loads(meta.read_text()) | {"tokens": dict.fromkeys(PARTS, 4000 // itemsize)}
-    meta.write_text(json.dumps(plain | change))
-    for part in PARTS:
-        (meta.parent / f"{part}.bin").write_bytes(b"\x42" * 4000)
-    again = tokenized(data, ByteTokenizer())
-    assert np.fromfile(again.path("train"), again.dtype).tolist() == right
+    plain = json.loads(index.read_text())
+    (tmp_path / "cache" / "other.bin").write_bytes(b"\x42" * 4000)
+    for entry in plain["files"]:
+        (index.parent / entry["name"]).write_bytes(b"\x42" * 4000)
+        entry["tokens"] = 4000 // itemsize
+        entry.update({name: value for name, value in change.items() if name in entry})
+    index.write_text(json.dumps(plain | {k: v for k, v in change.items() if k != "tokens"}))
+    assert tokenized(data) == right

@@ -93,7 +93,7 @@ def test_bad_records_are_refused_by_name_or_counted_named_and_skipped(
     (corpus / "sub" / "f.txt").unlink()
     words = [str(corpus), str(tmp_path / "refused"), "--workers", "1"]
     assert main(words) == 1
-    assert "g.jsonl, record 2: holds int in text" in capsys.readouterr().err
+    assert "g.jsonl: record 2: holds int in text" in capsys.readouterr().err
     assert not (tmp_path / "refused" / "index.json").exists()
     assert main([str(corpus), str(tmp_path / "out"), "--workers", "1", "--bad", "skip"]) == 0
     assert "5 bad records were skipped" in capsys.readouterr().out

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,39 +40,32 @@ import torch.distributed as dist
 from titanlike.config.files import atomic_write_text, open_regular, read_object
 from titanlike.config.schema import ChatData, Config
 from titanlike.data.conversation_forms import (
-    BadForm,
-    Conversation,
     Message,
     conversation,
     is_learned,
     with_text_arguments,
     without_nulls,
 )
-from titanlike.data.kinds import DataError
+from titanlike.data.kinds import BadRow, DataError
 from titanlike.data.order import is_for_validation
 from titanlike.data.sources import IGNORE, REAL, Data
 from titanlike.data.text import (
-    PARTS,
     TABLES,
-    BadRecord,
-    cache_key,
-    cached,
     check_tokenizer,
-    corpus_files,
     file_states,
+    find_files,
     kind_of_file,
-    no_files,
-    read_failure,
+    records,
     rows_of,
     vocabulary,
 )
 from titanlike.data.token_files import read_array
+from titanlike.data.token_folder import PARTS, cache_key, cached
 from titanlike.data.tokenizer import Span, Tokenizer, open_tokenizer, read_beside
 
 __all__ = ["CHECKS", "ChatTemplate", "find_template", "open_data", "vocabulary"]
 
 FORMAT = 3  # part of the key of a cache entry
-_FIX = "fix or delete that line"
 _SUFFIXES = (".jsonl", ".json", *TABLES)
 _SECONDS = 5  # time limit for rendering a conversation
 _MOST_TEXT = 1 << 20  # characters that a template adds to a conversation
@@ -95,7 +89,7 @@ def open_data(data: ChatData, config: Config) -> Data:
     day = first_day(config.run_dir)
     template = find_template(data.template, data.tokenizer, data.parse_special, day)
     tokenizer = template.tokenizer
-    files = _find_files(data.path)
+    files = find_files(data.path, _SUFFIXES)
     common = ("workers", "changed", "cache")  # not part of the entry's key
     settings = {key: value for key, value in asdict(data).items() if key not in common}
     content = [FORMAT, file_states(files), settings, config.seq_len, tokenizer.fingerprint]
@@ -139,7 +133,7 @@ def open_data(data: ChatData, config: Config) -> Data:
 
 
 def _check_conversations(data: ChatData, config: Config) -> None:
-    _find_files(data.path)
+    find_files(data.path, _SUFFIXES)
     try:
         find_template(data.template, data.tokenizer).learned(EXAMPLE)
     except NoEnd as error:
@@ -236,13 +230,20 @@ def _write(
 ) -> None:
     about, ended, forms = _About(), False, set[str]()
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {part: [] for part in PARTS}
-    for number, (place, read) in enumerate(_conversations(files, data.messages_key)):
-        form, messages, tools = read
-        forms |= {form} - {""}
-        try:
-            tokens, mask = template.learned(messages, tools)
-        except BadConversation as error:
-            raise DataError("data.path", place, str(error), error.fix) from None
+
+    def read(row: Any) -> tuple[list[int], np.ndarray]:
+        form, messages, tools = conversation(row, data.messages_key)
+        forms.update({form} - {""})
+        return template.learned(messages, tools)
+
+    def read_of_table(row: Any) -> tuple[list[int], np.ndarray]:
+        return read(without_nulls(row))
+
+    every = (
+        records(file, rows_of(file), read_of_table if kind_of_file(file) in TABLES else read)
+        for file in files
+    )
+    for number, (tokens, mask) in enumerate(chain.from_iterable(every)):
         ids, learned = np.array(tokens[: seq_len + 1], np.uint32), mask[: seq_len + 1]
         if not learned[1:].any():
             about.dropped += 1
@@ -285,38 +286,10 @@ def _packed(lengths: list[int], seq_len: int) -> list[int]:
     return [*firsts, len(lengths)] if lengths else [0]
 
 
-def _find_files(path: str) -> list[Path]:
-    """Return the files of `data.path`, sorted. Raises DataError."""
-    root = Path(path).expanduser().resolve()
-    if files := corpus_files(root, _SUFFIXES):
-        return files
-    raise no_files("data.path", path, root, _SUFFIXES)
-
-
-def _conversations(files: list[Path], key: str) -> Iterator[tuple[str, Conversation]]:
-    """Yield each row's place (file and line) and the conversation. Raises DataError."""
-    for file in files:
-        try:
-            for number, row in rows_of(file):
-                place = f"{file}, line {number}"
-                if isinstance(row, BadRecord):
-                    raise DataError("data.path", place, row.reason, _FIX)
-                try:
-                    is_table = kind_of_file(file) in TABLES
-                    yield place, conversation(without_nulls(row) if is_table else row, key)
-                except BadForm as error:
-                    fix = error.fix or _FIX
-                    raise DataError("data.path", place, str(error), fix) from None
-        except DataError:
-            raise
-        except Exception as error:
-            raise DataError("data.path", file, read_failure(error), "fix or delete it") from None
-
-
 # --- the template -------------------------------------------------------------------------------
 
 
-class BadConversation(ValueError):
+class BadConversation(BadRow):
     """A conversation that the template refuses."""
 
     fix = "fix or delete it, or give a data.template=FILE with {% generation %} around answers"

@@ -12,6 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from titanlike.data.kinds import BadRow
+
 Message = dict[str, Any]  # role, content, weight (0 = no loss)
 Conversation = tuple[str, list[Message], Any]  # format's name ("" = messages), messages, tools
 
@@ -33,18 +35,10 @@ _PAIRS = (  # fields of the question, fields of the answer, the format's name
 )
 
 
-class BadForm(ValueError):
-    """A row in an unknown format. fix: "" = the row itself must be corrected."""
-
-    def __init__(self, reason: str, fix: str = "") -> None:
-        super().__init__(reason)
-        self.fix = fix
-
-
 def conversation(row: Any, key: str) -> Conversation:
-    """Convert a row to a conversation. key: `data.messages_key`. Raises BadForm."""
+    """Convert a row to a conversation. key: `data.messages_key`. Raises BadRow."""
     if not isinstance(row, dict):
-        raise BadForm("is not an object")
+        raise BadRow("is not an object")
     lists = dict.fromkeys((key, *(_LISTS if key == _LISTS[0] else ())))
     for name in lists:
         if (found := _listed(row.get(name))) or row.get(name) == []:
@@ -70,7 +64,7 @@ def conversation(row: Any, key: str) -> Conversation:
     reason = (
         f"has no conversation: no list of messages in {', '.join(lists)}, and no question with "
     )
-    raise BadForm(f"{reason}an answer that is known (its fields are {', '.join(row)})", fix)
+    raise BadRow(f"{reason}an answer that is known (its fields are {', '.join(row)})", fix)
 
 
 def is_learned(message: Message) -> bool:
@@ -100,22 +94,22 @@ def _messages(given: list[Message], row: dict[str, Any]) -> list[Message]:
 
 
 def _message(given: Message) -> Message:
-    """Convert a message to OpenAI's format. Raises BadForm."""
+    """Convert a message to OpenAI's format. Raises BadRow."""
     message = {name: value for name, value in given.items() if name not in ("from", "value")}
     if "from" in given:
         if given["from"] not in _ROLES:
-            raise BadForm(f"has a message from {given['from']!r}, which is no role that is known")
+            raise BadRow(f"has a message from {given['from']!r}, which is no role that is known")
         message |= {"role": _ROLES[given["from"]], "content": given.get("value")}
     content = message.get("content")
     if isinstance(content, list):  # content parts
         if strange := [part for part in content if "text" not in part]:
-            raise BadForm(f"has a part of type {strange[0].get('type')}, and text alone is read")
+            raise BadRow(f"has a part of type {strange[0].get('type')}, and text alone is read")
         content = message["content"] = "".join(part["text"] for part in content)
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_with_arguments(call, _json) for call in calls]
     has_text = isinstance(content, str | None) and ("content" in message or calls)
     if not has_text or not isinstance(message.get("role"), str):
-        raise BadForm("has no list of messages with a role and a content: a message has none")
+        raise BadRow("has no list of messages with a role and a content: a message has none")
     return message
 
 

@@ -2,7 +2,7 @@
 (`data.ids_key`).
 
 Texts are read once, in the dataset's order, and tokenized into the same cache as data=text's
-(text.py). So a run's position is an index, in any layout, and ranks do not import `datasets` once
+(token_folder.py). So a run's position is an index, in any layout, and ranks do not import `datasets` once
 the cache is written.
 """
 
@@ -13,7 +13,6 @@ import importlib.util
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,25 +20,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from titanlike.config.errors import Problem
-from titanlike.config.schema import Config, HFData, TokenData
+from titanlike.config.schema import Config, HFData
 from titanlike.data.folder_splits import folder_splits, saved_files, split_names
-from titanlike.data.kinds import DataError, Vocabulary, missing_package
+from titanlike.data.kinds import BadRow, DataError, Vocabulary, missing_package
 from titanlike.data.text import (
-    cache_key,
-    cached,
     check_tokenizer,
-    field_of,
     file_states,
     files_under,
     is_ids,
     kind_of_file,
     open_texts,
+    text_of,
 )
 from titanlike.data.text import vocabulary as of_tokenizer
-from titanlike.data.token_files import TokenFile
-from titanlike.data.token_formats import read_file, recognized
+from titanlike.data.token_folder import cached_corpus, token_dtype
+from titanlike.data.token_formats import recognized
 from titanlike.data.tokenizer import open_tokenizer
-from titanlike.data.tokens import TokenSet
 
 if TYPE_CHECKING:
     from titanlike.data.sources import Data
@@ -64,19 +60,11 @@ def open_data(data: HFData, config: Config) -> Data:
 
     size, name, _ = vocabulary(data)
     assert size is not None
-    as_file = TokenData(path="", vocab_size=size)
-
-    def read(folder: Path) -> TokenFile | None:
-        with suppress(DataError):
-            return read_file(folder / "ids.ds", as_file)
-        return None
-
-    key = cache_key([identity(data), data.ids_key, size])
-    file = cached(data.cache, f"ids-{key}", read, lambda folder: _write_ids(folder, data, size))
-    parts = TokenSet([file], [], size, None, None).parts(data.validation_fraction)
+    source, documents = [*identity(data), data.ids_key], ids_of_rows(data, size)
+    tokens = cached_corpus(data, source, documents, Vocabulary(size), 0.0)
     tokenizer = None if name is None else open_tokenizer(name)
     what = f"{data.path} ({data.ids_key} as token ids, documents by rows)"
-    return packed_data(config, parts, size, None, tokenizer, what)
+    return packed_data(config, tokens, tokenizer, what)
 
 
 def vocabulary(data: HFData) -> Vocabulary:
@@ -145,54 +133,43 @@ def texts(data: HFData) -> Iterator[str]:
             raise DataError("data.text_key", data.text_key, "the dataset has no such column", fix)
         rows = rows.select_columns([column])  # so that images, for example, are not decoded
     try:
-        yield from filter(None, (text_of(row, data.text_key) for row in rows))
+        yield from filter(None, (row_text(row, data.text_key) for row in rows))
     except DataError:
         raise
     except Exception as error:  # a damaged file or a network failure
         raise _unreadable(data, error) from None
 
 
-def text_of(row: Mapping[str, Any], text_key: str) -> str | None:
-    """Return a row's text. Raises DataError."""
-    if (fields := field_of(dict(row), text_key)) is None:
-        fix = f"name one of its columns: data.text_key={next(iter(row))} ({', '.join(row)})"
-        raise DataError("data.text_key", text_key, "the dataset has no such column", fix)
-    if not isinstance(text := fields[0], str | None):
-        reason = f"holds {type(text).__name__}, not text"
-        fix = f"name a text column; there are {', '.join(row)}"
-        fix = f"data.ids_key={text_key}" if is_ids(text) else fix
-        raise DataError("data.text_key", text_key, reason, fix)
-    return text
+def row_text(row: Mapping[str, Any], text_key: str) -> str | None:
+    """Return the text of a dataset's row. Raises DataError."""
+    try:
+        return text_of(dict(row), text_key)
+    except BadRow as error:
+        raise DataError("data.text_key", text_key, str(error), error.fix) from None
 
 
-def _write_ids(folder: Path, data: HFData, size: int) -> None:
-    """Write the rows' ids, with an index of where each row ends."""
+def ids_of_rows(data: HFData, size: int) -> Iterator[np.ndarray]:
+    """Yield the rows' token ids, as written to files. Raises DataError."""
     assert data.ids_key is not None
-    key, end = data.ids_key, 0
-    dtype = "<u2" if size <= 1 << 16 else "<u4"
-    with open(folder / "ids.ds", "wb") as out, open(folder / "ids.ds.index", "wb") as index:
-        for number, row in enumerate(_opened(data), 1):
-            if not isinstance(row.get(key), list):
-                reason = f"row {number} has no list of ids in it (its columns are {', '.join(row)})"
-                names = [name for name, value in row.items() if is_ids(value)]
-                fix = f"data.ids_key={names[0]}" if names else f"data=text data.path={data.path}"
-                raise DataError("data.ids_key", key, reason, fix)
-            ids = np.array(row[key], np.int64)
-            if (mask := row.get("attention_mask")) is not None:
-                ids = ids[np.array(mask, bool)]  # drop padding
-            if -100 in (row.get("labels") or ()):
-                reason = f"row {number} has labels that leave tokens out of the loss: not read here"
-                fix = "give the conversations to data=chat, or read the rows in a function of your own"
-                raise DataError("data.ids_key", key, reason, f"{fix} (docs/data.md)")
-            if len(ids) and not 0 <= ids.min() <= ids.max() < size:
-                reason = f"row {number} has the id {ids.max() if ids.min() >= 0 else ids.min()}"
-                fix = f"data.vocab_size={ids.max() + 1}, or more as its tokenizer has"
-                raise DataError("data.vocab_size", size, reason, fix)
-            out.write(ids.astype(dtype).data)
-            end += len(ids)
-            index.write(np.array(end, "<u8").tobytes())
-    if not end:
-        raise DataError("data.path", data.path, "it contains no ids", "give rows with some")
+    key, dtype = data.ids_key, np.dtype(token_dtype(size)).newbyteorder("<")
+    for number, row in enumerate(_opened(data), 1):
+        if not isinstance(row.get(key), list):
+            reason = f"row {number} has no list of ids in it (its columns are {', '.join(row)})"
+            names = [name for name, value in row.items() if is_ids(value)]
+            fix = f"data.ids_key={names[0]}" if names else f"data=text data.path={data.path}"
+            raise DataError("data.ids_key", key, reason, fix)
+        ids = np.array(row[key], np.int64)
+        if (mask := row.get("attention_mask")) is not None:
+            ids = ids[np.array(mask, bool)]  # drop padding
+        if -100 in (row.get("labels") or ()):
+            reason = f"row {number} has labels that leave tokens out of the loss: not read here"
+            fix = "give the conversations to data=chat, or read the rows in a function of your own"
+            raise DataError("data.ids_key", key, reason, f"{fix} (docs/data.md)")
+        if len(ids) and not 0 <= ids.min() <= ids.max() < size:
+            reason = f"row {number} has the id {ids.max() if ids.min() >= 0 else ids.min()}"
+            fix = f"data.vocab_size={ids.max() + 1}, or more as its tokenizer has"
+            raise DataError("data.vocab_size", size, reason, fix)
+        yield ids.astype(dtype)
 
 
 def streamed(data: HFData, reader: int, readers: int) -> Any:

@@ -27,7 +27,7 @@ import torch
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, MixtureData, TextData, TokenData
-from titanlike.data import kinds, text, token_files, tokens
+from titanlike.data import kinds, text, token_files, token_folder, tokens
 from titanlike.data.kinds import DataError, Vocabulary
 from titanlike.data.order import GlobalBatchSampler, shuffled_index
 from titanlike.data.sources import Data, Source, documents_note, source_fingerprint
@@ -68,7 +68,7 @@ def section_of_source(data: MixtureData, source: Mapping[str, Any]) -> TokenData
         "validation_fraction": data.validation_fraction,
         "documents": data.documents,
     }
-    if all((p / tokens.INDEX).exists() or p.suffix in (".bin", ".npy") for p in places):
+    if all((p / token_folder.INDEX).exists() or p.suffix in (".bin", ".npy") for p in places):
         return TokenData(path=path, **common)
     common |= {"text_key": data.text_key, "tokenizer": data.tokenizer, "cache": data.cache}
     return TextData(path=str(path), **common)

@@ -15,24 +15,18 @@ import xxhash
 from titanlike.config.schema import Config
 from titanlike.data.kinds import DataError
 from titanlike.data.sources import IGNORE, Data, documents_note, numbers_hash
-from titanlike.data.token_files import Parts, TokenFile, open_tokens, too_short
+from titanlike.data.token_files import TokenFile, TokenSet, open_tokens, too_short
 from titanlike.data.token_formats import borders
 from titanlike.data.tokenizer import Tokenizer
 
 _COMPARED = 1 << 22  # tokens of each file whose document borders are in the fingerprint
 
 
-def packed_data(
-    config: Config,
-    parts: Parts,
-    vocab_size: int,
-    boundary: int | None,
-    tokenizer: Tokenizer | None,
-    what: str,
-) -> Data:
+def packed_data(config: Config, tokens: TokenSet, tokenizer: Tokenizer | None, what: str) -> Data:
     """Open token files as data. what: the description. Raises DataError for a part shorter than one
     sequence. If nothing is held out, both parts are all of the data."""
     data: Any = config.data
+    parts, boundary = tokens.parts(data.validation_fraction), tokens.boundary
     if not data.validation_fraction:  # nothing is held out
         parts = {part: files for part, files in parts.items() if sum(f.count for f in files)}
     for problem in too_short(parts, config.seq_len):
@@ -40,7 +34,7 @@ def packed_data(
     sources, separated = {}, boundary if data.documents else None
     by_index = data.documents and boundary is None
     for part, files in parts.items():
-        sources[part] = PackedSource(files, config.seq_len, vocab_size, separated, by_index)
+        sources[part] = PackedSource(files, config.seq_len, tokens.vocab_size, separated, by_index)
         if not len(sources[part]):
             reason = f"no file of the {part} part has as many as seq_len + 1 tokens"
             raise DataError("data.path", data.path, reason, "give larger files")
@@ -51,7 +45,7 @@ def packed_data(
     return Data(
         train,
         validation,
-        vocab_size=vocab_size,
+        vocab_size=tokens.vocab_size,
         description=what + documents_note(config.data),
         boundary=boundary,
         decode=None if tokenizer is None else tokenizer.decode,

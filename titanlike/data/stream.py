@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, HFData, StreamData, TextData, TokenData
-from titanlike.data import hf_dataset, text, tokens
+from titanlike.data import hf_dataset, text, token_folder, tokens
 from titanlike.data.kinds import DataError, missing_package
 from titanlike.data.mixture import Points, check_weights, points_of, seed_of
 from titanlike.data.readers import held_out_problems, reader_problems
@@ -108,7 +108,7 @@ def _token_files(data: StreamData) -> tokens.TokenSet | None:
     were written with a different tokenizer."""
     place = Path(data.path or "").expanduser()
     if data.path is None or not (
-        place.suffix in (".bin", ".npy") or (place / tokens.INDEX).exists()
+        place.suffix in (".bin", ".npy") or (place / token_folder.INDEX).exists()
     ):
         return None
     ours, section = open_tokenizer(data.tokenizer), _token_section(data)

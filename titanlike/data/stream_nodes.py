@@ -27,19 +27,20 @@ import xxhash
 from torch import Tensor
 from torchdata.nodes import BaseNode, IterableWrapper
 
-from titanlike.data.hf_dataset import text_of
-from titanlike.data.kinds import DataError
+from titanlike.data.hf_dataset import row_text
+from titanlike.data.kinds import BadRow
 from titanlike.data.mixture import Points, weight_at
 from titanlike.data.order import shuffled_index, splitmix64
 from titanlike.data.text import (
     TABLES,
-    BadRecord,
     documents,
     is_compressed,
-    jsonl_text,
     kind_of_file,
     opened,
+    parsed,
+    text_of,
 )
+from titanlike.data.token_folder import separated_documents
 from titanlike.data.tokenizer import Tokenizer
 from titanlike.torch_private.loader_worker import read_as_part
 
@@ -147,9 +148,10 @@ def _lines(part: Part, offset: int, text_key: str) -> Iterator[tuple[Row, int]]:
         offset = file.seek(offset) if offset else _first_line(file, part)
         while offset < part.stop and (line := file.readline()):
             begin, offset = offset, offset + len(line)
-            text = jsonl_text(line, 0, text_key) if line.strip() else None
-            if isinstance(text, BadRecord):
-                raise text.error(part.path, f"the line at byte {begin:,}", text_key)
+            try:
+                text = text_of(parsed(line), text_key) if line.strip() else None
+            except BadRow as error:
+                raise error.of(part.path, f"the line at byte {begin:,}") from None
             if text:
                 yield Row(text), offset
 
@@ -174,8 +176,10 @@ def _pieces(part: Part, offset: int, _: str) -> Iterator[tuple[Row, int]]:
             try:
                 text = piece.decode()
             except UnicodeDecodeError as error:
-                reason = f"is not UTF-8 text (byte {begin + error.start:,})"
-                raise DataError("data.path", part.path, reason, "give UTF-8 text") from None
+                wrong = BadRow(
+                    f"is not UTF-8 text (byte {begin + error.start:,})", "give UTF-8 text"
+                )
+                raise wrong.of(part.path, "") from None
             if text:
                 yield Row(text, begins), offset
             begins = False
@@ -212,7 +216,7 @@ class DatasetRows(BaseNode[Row]):
 
     def next(self) -> Row:
         with read_as_part(0, 1, 0, None):
-            while not (text := text_of(next(self._source), self._key)):
+            while not (text := row_text(next(self._source), self._key)):
                 pass
         return Row(text)
 
@@ -337,12 +341,10 @@ class Packed(BaseNode[Tensor]):
             characters += len(row.text)
         if not rows:
             raise StopIteration
-        boundary = torch.tensor([self._tokenizer.boundary], dtype=torch.int32)
         pieces = [self._left]
-        ids = self._tokenizer.encode_many(row.text for row in rows)
-        for row, row_ids in zip(rows, ids, strict=True):
-            pieces += [boundary] * row.begins
-            pieces.append(torch.from_numpy(row_ids.astype(np.int32)))
+        documents = separated_documents(self._tokenizer, (row.text for row in rows))
+        for row, ids in zip(rows, documents, strict=True):
+            pieces.append(torch.from_numpy(ids[not row.begins :].astype(np.int32)))
         self._left = torch.cat(pieces)
 
     def get_state(self) -> State:

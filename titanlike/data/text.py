@@ -4,44 +4,35 @@ A document is a text file, a line of a JSONL file, or a row of a Parquet, Arrow 
 a path the corpus is the source files of Python's standard library, which every machine has. Files
 are sorted, so that the order of documents depends on the files alone.
 
-1. The key of a cache entry is a hash of the files, the tokenizer, the text's key, the validation
-   fraction and FORMAT. A complete entry is reused.
-2. Each document is written as its boundary token and its ids to train.bin or validation.bin
-   (little-endian uint16 or uint32). Its number decides which of the two.
-3. An empty part receives the other part's last document, or the end of the only one.
+The key of a cache entry is a hash of the files, the tokenizer, the text's key and the validation
+fraction. A complete entry is reused; token_folder.py writes and reads it, as what `titanlike
+tokenize` writes. A document's number decides whether it is held out.
 """
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import json
 import os
 import platform
-import shutil
 import sysconfig
-import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar, cast
-
-import numpy as np
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 from titanlike.config.errors import Problem, as_override
-from titanlike.config.files import open_regular, read_object
+from titanlike.config.files import open_regular
 from titanlike.config.schema import ChatData, Config, HFData, MixtureData, StreamData, TextData
 from titanlike.data.folder_splits import saved_files, split_names
-from titanlike.data.kinds import DataError, Vocabulary, missing_package
-from titanlike.data.order import is_for_validation
-from titanlike.data.token_files import TokenFile
+from titanlike.data.kinds import BadRow, DataError, Vocabulary, missing_package
+from titanlike.data.token_folder import cached_corpus, separated_documents, vocabulary_of
 from titanlike.data.token_formats import check_is_text
-from titanlike.data.tokenizer import Tokenizer, open_tokenizer
+from titanlike.data.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from titanlike.data.sources import Data
@@ -61,11 +52,11 @@ SKIPPED = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
 )
 
-FORMAT = 2  # part of the cache key: increment when the file format changes
-PARTS = ("train", "validation")
 _LARGEST = 1 << 26  # bytes that a record may always have
 _UNPACKED = 50  # bytes of a record per byte of its file
 _AT_ONCE = 8  # rows of a table that are in memory as texts
+_REPAIR = "give UTF-8 text that can be read, or remove the file from the folder"
+_NAME_IT = "name the field, or the column, that holds the text"
 _MAX_UNUSED = 4  # model's vocabulary / tokenizer's vocabulary, for data.path=null
 
 _T = TypeVar("_T")
@@ -78,19 +69,20 @@ def open_data(data: TextData, config: Config) -> Data:
 
 
 def open_texts(
-    data: TextData | HFData, config: Config, what: str, source: list[Any], documents: Iterable[str]
+    data: TextData | HFData, config: Config, what: str, source: list[Any], texts: Iterable[str]
 ) -> Data:
-    """Open documents as data, from the cache or tokenized now. source: what they depend on, as
-    JSON."""
+    """Open texts as data, from the cache or tokenized now. source: what they depend on, as JSON."""
     from titanlike.data.packed import packed_data  # imports torch
 
     tokenizer = open_tokenizer(data.tokenizer)
-    corpus = tokenize_corpus(data, tokenizer, source, documents)
-    parts = {
-        part: [TokenFile(corpus.path(part), corpus.dtype, 0, corpus.tokens[part])] for part in PARTS
-    }
-    what += f" in {data.tokenizer}"
-    return packed_data(config, parts, tokenizer.vocab_size, tokenizer.boundary, tokenizer, what)
+    tokens = cached_corpus(
+        data,
+        [*source, data.text_key],
+        separated_documents(tokenizer, texts),
+        vocabulary_of(tokenizer),
+        data.validation_fraction,
+    )
+    return packed_data(config, tokens, tokenizer, f"{what} in {data.tokenizer}")
 
 
 def vocabulary(data: TextData | HFData | ChatData | StreamData) -> Vocabulary:
@@ -145,23 +137,17 @@ CHECKS = (check_tokenizer, _check_files, check_stand_in)
 # --- files --------------------------------------------------------------------------------------
 
 
-def find_files(path: str | None) -> list[Path]:
-    """Return the files of `data.path` (None: the standard library's), absolute and sorted.
+def find_files(
+    path: str | None, suffixes: Collection[str] = SUFFIXES, key: str = "data.path"
+) -> list[Path]:
+    """Return the files of a corpus (None: the standard library's), absolute and sorted, compressed
+    ones included; of a save_to_disk folder its tables, of several splits those of train.
 
     Raises DataError if there is none.
     """
     if path is None:
         return files_under(Path(sysconfig.get_paths()["stdlib"]), {".py"}, skipped=SKIPPED)
     root = Path(path).expanduser().resolve()
-    if files := corpus_files(root, SUFFIXES):
-        return files
-    advice = " with text, JSONL or Parquet, or data.path=null for Python's own sources"
-    raise no_files("data.path", path, root, SUFFIXES, advice)
-
-
-def corpus_files(root: Path, suffixes: Collection[str]) -> list[Path]:
-    """Return the files of a corpus, compressed ones included; of a save_to_disk folder its tables,
-    of several splits those of train. Raises DataError."""
     check_is_text(root)
     if (splits := split_names(root)) is not None:
         if "train" not in splits:
@@ -170,7 +156,14 @@ def corpus_files(root: Path, suffixes: Collection[str]) -> list[Path]:
             raise DataError("data.path", root, reason, fix)
         root = root / "train"
     saved = (root / "state.json").is_file() and (root / "dataset_info.json").is_file()
-    return saved_files(root) if saved else files_under(root, suffixes, compressed=True)
+    if files := saved_files(root) if saved else files_under(root, suffixes, compressed=True):
+        return files
+    if root.is_dir():
+        fix = f"give a file, or a folder with files that end in {' '.join(sorted(suffixes))}"
+        raise DataError(key, path, f"no file to read in {root}", fix)
+    reason, fix = f"there is no such file or folder (from {os.getcwd()})", "give one that exists"
+    fix += ", or data.path=null for Python's own sources" if key == "data.path" else ""
+    raise DataError(key, path, reason, fix)
 
 
 def files_under(
@@ -199,17 +192,6 @@ def files_under(
     return sorted(files)
 
 
-def no_files(
-    key: str, path: object, root: Path, suffixes: Collection[str], advice: str = ""
-) -> DataError:
-    """Return the error for a path without files. advice: added if the path does not exist."""
-    if not root.is_dir():
-        reason = f"there is no such file or folder (from {os.getcwd()})"
-        return DataError(key, path, reason, f"give the path of a file or folder{advice}")
-    fix = f"give a file, or a folder with files that end in {' '.join(sorted(suffixes))}"
-    return DataError(key, path, f"no file to read in {root}", fix)
-
-
 def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     """Return (path, size, mtime) of each file, which change when files do. Raises DataError."""
     try:
@@ -225,76 +207,74 @@ def identity(data: TextData) -> list[Any]:
 
 
 def texts(data: TextData) -> Iterator[str]:
-    """Yield the texts of all files, in order, without empty and null ones.
-
-    Raises DataError with file and line for unreadable data.
-    """
+    """Yield the texts of all files, in order, without empty and null ones. Raises DataError."""
     yield from documents(find_files(data.path), data.text_key)
-
-
-def documents(files: Iterable[Path], text_key: str) -> Iterator[str]:
-    for file in files:
-        for record in records(file, text_key):
-            if isinstance(record, str):
-                yield record
-                continue
-            raise record.error(file, f"line {record.number}" * bool(record.number), text_key)
 
 
 # --- records ------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class BadRecord:
-    """An unreadable record. number: from 1; 0 = the rest of the file."""
-
-    number: int
-    reason: str
-    misses_text: bool = False  # there is no text under `text_key`
-    fix: str = ""
-
-    def error(self, file: Path | str, line: str, text_key: str) -> DataError:
-        """Return the error. line: the record's place in words; "" = the rest of the file."""
-        if self.misses_text:
-            reason = f"{line + ' of ' * bool(line)}{file} {self.reason}"
-            fix = self.fix or "name the field, or the column, that holds the text"
-            return DataError("data.text_key", text_key, reason, fix)
-        fix = "give UTF-8 text that can be read, or remove the file from the folder"
-        fix = "fix or delete that line; each must be one JSON object" if line else fix
-        return DataError("data.path", file, f"{line} {self.reason}".strip(), fix)
+Skip = Callable[[Path, int, str], object]  # of a file, a record's number or 0, and the reason
 
 
-def records(path: Path, text_key: str) -> Iterator[str | BadRecord]:
-    """Yield the texts of a file, without empty and null ones, and a BadRecord for each unreadable
-    one.
+def documents(files: Iterable[Path], text_key: str, skip: Skip | None = None) -> Iterator[str]:
+    """Yield the texts of files, in order, without empty and null ones.
 
-    text_key: the field (JSONL) or column (Parquet) of the text. Raises DataError for a missing
-    package.
+    text_key: the field (JSONL) or column (Parquet) of the text; skip: see `records`.
     """
+    convert = partial(text_of, text_key=text_key)
+    for file in files:
+        yield from filter(None, records(file, _rows_or_text(file, text_key), convert, skip))
+
+
+def records(
+    path: Path,
+    rows: Iterator[tuple[int, Any]],
+    convert: Callable[[Any], _T],
+    skip: Skip | None = None,
+) -> Iterator[_T]:
+    """Yield `convert(row)` of each row of a file, which raises BadRow for one that is unusable.
+
+    skip: called for a record that cannot be read, number from 1, 0 = the rest of the file; None =
+    raise a DataError with file and line. Raises DataError also for a missing package.
+    """
+
+    def refuse(number: int, error: BadRow) -> None:
+        if skip is None:
+            raise error.of(path, f"line {number}" * bool(number)) from None
+        skip(path, number, str(error))
+
     try:
-        if kind_of_file(path) in (*TABLES, ".jsonl"):
-            rows = rows_of(path, text_key)
-        else:
-            text = _whole(path)
-            json_rows = _json_rows(text) if kind_of_file(path) == ".json" else []
-            if not json_rows or text_key not in json_rows[0]:
-                yield from filter(None, [text])
-                return
-            rows = enumerate(json_rows, 1)
         for number, row in rows:
-            record = row if isinstance(row, BadRecord) else _text_of(row, number, text_key)
-            if record:
-                yield record
+            try:
+                value = convert(parsed(row))
+            except BadRow as error:
+                refuse(number, error)
+            else:
+                yield value
     except DataError:
         raise
     except UnicodeDecodeError as error:
-        yield BadRecord(0, f"is not UTF-8 text (byte {error.start})")
-    except Exception as error:
-        yield BadRecord(0, read_failure(error))
+        refuse(0, BadRow(f"is not UTF-8 text (byte {error.start})", _REPAIR))
+    except Exception as error:  # zstandard and pyarrow have exceptions of their own
+        plain = isinstance(error, (OSError, EOFError, zlib.error))  # BadGzipFile is an OSError
+        reason = getattr(error, "strerror", None) or error
+        reason = reason if plain else f"{type(error).__name__}: {error}"
+        refuse(0, BadRow(f"cannot be read to its end ({reason})", _REPAIR))
+
+
+def _rows_or_text(path: Path, text_key: str) -> Iterator[tuple[int, Any]]:
+    """Yield a file's rows, or (0, all of its text) if it has none with the key."""
+    kind = kind_of_file(path)
+    if kind in (*TABLES, ".jsonl"):
+        yield from rows_of(path, text_key)
+        return
+    text = _whole(path)
+    rows = _json_rows(text) if kind == ".json" else []
+    yield from enumerate(rows, 1) if rows and text_key in rows[0] else [(0, text)]
 
 
 def rows_of(path: Path, key: str | None = None) -> Iterator[tuple[int, Any]]:
-    """Yield (number from 1, row or BadRecord) of a JSONL file, a JSON array or a table. key: the
+    """Yield (number from 1, row) of a JSONL file (lines as bytes), a JSON array or a table. key: the
     only column to read, if the table has it."""
     kind = kind_of_file(path)
     if kind in TABLES:
@@ -316,7 +296,7 @@ def rows_of(path: Path, key: str | None = None) -> Iterator[tuple[int, Any]]:
             if len(line) > most:
                 raise ValueError(f"line {number} is longer than {most >> 20} MiB")
             if line.strip():
-                yield number, _json_of(line, number)
+                yield number, line
 
 
 def _whole(path: Path) -> str:
@@ -333,28 +313,23 @@ def _largest(path: Path) -> int:
     return max(_LARGEST, path.stat().st_size * _UNPACKED)
 
 
-def read_failure(error: Exception) -> str:
-    """Return why a file cannot be read; zstandard and pyarrow have exceptions of their own."""
-    plain = isinstance(error, (OSError, EOFError, zlib.error))  # BadGzipFile is an OSError
-    reason = getattr(error, "strerror", None) or error
-    return f"cannot be read to its end ({reason if plain else f'{type(error).__name__}: {error}'})"
-
-
-def jsonl_text(line: bytes, number: int, text_key: str) -> str | BadRecord | None:
-    row = _json_of(line, number)
-    return row if isinstance(row, BadRecord) else _text_of(row, number, text_key)
-
-
-def _json_of(line: bytes, number: int) -> Any:
+def parsed(row: Any) -> Any:
+    """Return the content of a line of JSON; any other row unchanged. Raises BadRow."""
+    if not isinstance(row, bytes):
+        return row
     try:
-        return json.loads(line)
+        return json.loads(row)
     except (ValueError, RecursionError) as error:
-        return BadRecord(number, f"is not JSON ({error})")
+        fix = "fix or delete that line; each must be one JSON object"
+        raise BadRow(f"is not JSON ({error})", fix) from None
 
 
-def _text_of(row: Any, number: int, text_key: str) -> str | BadRecord | None:
+def text_of(row: Any, text_key: str) -> str | None:
+    """Return a row's text. Raises BadRow."""
+    if isinstance(row, str):
+        return row
     if not isinstance(row, dict):
-        return BadRecord(number, "is not an object", True)
+        raise BadRow("is not an object", _NAME_IT, "data.text_key", text_key)
     values, fields = field_of(row, text_key), dict(_fields(row))
     if values and isinstance(values[0], str | None):
         # JSON can contain a lone surrogate, which is not a character: it becomes "?"
@@ -366,7 +341,7 @@ def _text_of(row: Any, number: int, text_key: str) -> str | BadRecord | None:
     reason = f"has no field {text_key} (its fields are {', '.join(fields)})"
     if values:
         reason = f"holds {type(values[0]).__name__} in {text_key}, not text"
-    return BadRecord(number, reason, True, *fixes[:1])
+    raise BadRow(reason, [*fixes, _NAME_IT][0], "data.text_key", text_key)
 
 
 def is_ids(value: Any) -> bool:
@@ -473,149 +448,3 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             yield cast(IO[bytes], io.BufferedReader(stream))
         else:
             yield file
-
-
-# --- the cache ----------------------------------------------------------------------------------
-
-
-def cached(
-    cache: str | None, name: str, read: Callable[[Path], _T | None], write: Callable[[Path], object]
-) -> _T:
-    """Return what `read` returns for an entry's folder in `data.cache`, after `write` has filled it
-    if needed.
-
-    An entry is written under a temporary name and renamed, so that concurrent processes never read
-    an incomplete one. Raises DataError if the cache cannot be written.
-    """
-    root = Path(cache or "~/.cache/titanlike").expanduser().resolve()
-    folder = root / name
-    if (entry := read(folder)) is not None:
-        return entry
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=root) as parent:
-            unfinished = Path(parent, "entry")
-            unfinished.mkdir()
-            write(unfinished)
-            try:
-                os.rename(unfinished, folder)
-            except OSError:  # the folder exists
-                if read(folder) is None:
-                    shutil.rmtree(folder, ignore_errors=True)
-                    os.rename(unfinished, folder)
-    except OSError as error:
-        reason = f"the folder cannot be written ({error.strerror or error})"
-        fix = "give a writable folder with 2 to 4 bytes of space per token: "
-        raise DataError("data.cache", root, reason, fix + "data.cache=/tmp/titanlike") from None
-    entry = read(folder)
-    assert entry is not None, f"{folder} was just written"
-    return entry
-
-
-def cache_key(content: list[Any]) -> str:
-    """Hash JSON; the order of an object's keys does not matter."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-
-
-@dataclass
-class TokenizedCorpus:
-    """A cache entry: `folder`/train.bin, validation.bin, meta.json (the other fields)."""
-
-    dtype: Literal["uint16", "uint32"]
-    vocab_size: int
-    boundary: int  # id of the token that begins each document
-    tokens: dict[str, int]  # part -> number of tokens, boundaries included
-    documents: dict[str, int]  # part -> number of documents
-    folder: Path = Path()
-
-    def path(self, part: str) -> Path:
-        return self.folder / f"{part}.bin"
-
-
-def tokenize_corpus(
-    data: TextData | HFData, tokenizer: Tokenizer, source: list[Any], documents: Iterable[str]
-) -> TokenizedCorpus:
-    """Return the tokenized documents, from the cache or tokenized now. source: see `open_texts`.
-
-    Raises DataError for a corpus without text, and for a cache that cannot be written.
-    """
-    key = [FORMAT, source, tokenizer.fingerprint, data.text_key, data.validation_fraction]
-    return cached(
-        data.cache,
-        cache_key(key),
-        _read_corpus,
-        lambda folder: _write_corpus(folder, data, tokenizer, documents),
-    )
-
-
-def _read_corpus(folder: Path) -> TokenizedCorpus | None:
-    """Return the entry, or None if it is missing or incomplete (a crash may truncate a file)."""
-    try:
-        entry = replace(read_object(folder / "meta.json", TokenizedCorpus), folder=folder)
-        itemsize = np.dtype(entry.dtype).itemsize
-        sizes = [entry.path(part).stat().st_size for part in PARTS]
-        return entry if sizes == [entry.tokens[part] * itemsize for part in PARTS] else None
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _write_corpus(
-    folder: Path, data: TextData | HFData, tokenizer: Tokenizer, documents: Iterable[str]
-) -> None:
-    none = dict.fromkeys(PARTS, 0)
-    entry = TokenizedCorpus(
-        folder=folder,
-        dtype=token_dtype(tokenizer),
-        vocab_size=tokenizer.vocab_size,
-        boundary=tokenizer.boundary,
-        tokens={**none},
-        documents={**none},
-    )
-    last = {**none}  # number of tokens in each part's last document
-    with ExitStack() as stack:
-        out = {part: stack.enter_context(open(entry.path(part), "wb")) for part in PARTS}
-        for number, document in enumerate(separated_documents(tokenizer, documents)):
-            is_held = is_for_validation(number, data.validation_fraction)
-            part = "validation" if is_held else "train"
-            out[part].write(document.data)
-            entry.tokens[part] += len(document)
-            entry.documents[part] += 1
-            last[part] = len(document)
-    if not any(entry.documents.values()):
-        raise DataError("data.path", data.path, "it contains no text", "give files with some text")
-    for empty, full in (PARTS, PARTS[::-1]):
-        if entry.documents[empty] == 0 and data.validation_fraction:
-            _move_last(entry, empty, full, last[full], data.validation_fraction)
-    meta = {name: value for name, value in asdict(entry).items() if name != "folder"}
-    (folder / "meta.json").write_text(json.dumps(meta))
-
-
-def token_dtype(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
-    """Return the dtype in which ids are written."""
-    return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-
-
-def separated_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """Yield each document's ids after its boundary token, as written to files."""
-    dtype = np.dtype(token_dtype(tokenizer)).newbyteorder("<")
-    for ids in tokenizer.encode_many(texts):
-        document = np.empty(len(ids) + 1, dtype)
-        document[0] = tokenizer.boundary
-        document[1:] = ids
-        yield document
-
-
-def _move_last(entry: TokenizedCorpus, empty: str, full: str, last: int, fraction: float) -> None:
-    """Move the last document of part `full` to the empty part; if it is the only one, split it."""
-    tokens = np.fromfile(entry.path(full), np.dtype(entry.dtype).newbyteorder("<"))
-    if entry.documents[full] > 1:
-        rest, moved = tokens[:-last], tokens[-last:]
-        entry.documents[full] -= 1
-    else:
-        cut = len(tokens) - max(1, round((len(tokens) - 1) * fraction))
-        parts = {"train": tokens[:cut], "validation": np.append(tokens[:1], tokens[cut:])}
-        rest, moved = parts[full], parts[empty]
-    entry.documents[empty] = 1
-    for part, values in ((full, rest), (empty, moved)):
-        values.tofile(entry.path(part))
-        entry.tokens[part] = len(values)

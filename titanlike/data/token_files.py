@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,37 @@ class TokenFile:
 
 
 Parts = Mapping[str, Sequence[TokenFile]]  # "train" or "validation" -> files
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """All files of `data.path`, in order. held: files for validation only; tokenizer: name or path,
+    None = unknown."""
+
+    files: list[TokenFile]
+    held: list[TokenFile]
+    vocab_size: int
+    boundary: int | None
+    tokenizer: str | None
+
+    def parts(self, validation_fraction: float) -> Parts:
+        """Return the training and validation files; without validation files, the end of all tokens
+        is held out."""
+        if self.held:
+            return {"train": self.files, "validation": self.held}
+        count = sum(file.count for file in self.files)
+        cut = count - round(count * validation_fraction)
+        return {"train": self._between(0, cut), "validation": self._between(cut, count)}
+
+    def _between(self, start: int, stop: int) -> list[TokenFile]:
+        """Return the files, and parts of files, with ids start..stop of all files' ids."""
+        between, before = [], 0
+        for file in self.files:
+            low, high = max(start - before, 0), min(stop - before, file.count)
+            if low < high:
+                between.append(replace(file, start=file.start + low, stop=file.start + high))
+            before += file.count
+        return between
 
 
 def too_short(parts: Parts, seq_len: int) -> Iterator[Problem]:

@@ -83,7 +83,7 @@ def read_file(path: Path, data: TokenData) -> TokenFile:
     if data.format == "raw":
         return _whole(path, data.dtype)
     head = _head(path)
-    for reader in (_megatron, _llm_c, _rows):
+    for reader in (_megatron, _llm_c):
         if (file := reader(path, head)) is not None:
             return file
     if head[:6] == b"\x93NUMPY":
@@ -196,20 +196,6 @@ def _llm_c(path: Path, head: bytes) -> TokenFile | None:
         raise DataError("data.path", path, reason, "Write the file again")
     _check_size(path, HEAD + count * np.dtype(known[1]).itemsize, "its header")
     return TokenFile(path, known[1], 0, count, HEAD, form="llm.c's, by its header")
-
-
-def _rows(path: Path, head: bytes) -> TokenFile | None:
-    """Rows of ids that data=hf wrote: raw ids, and an index of uint64, where each row ends."""
-    index = Path(f"{path}.index")
-    if path.suffix != ".ds" or not index.is_file():
-        return None
-    ends = _Borders.of(index).marks
-    count, size = int(ends[-1]) if len(ends) else 0, path.stat().st_size
-    dtype = {2: "uint16", 4: "uint32"}.get(size // max(1, count))
-    if dtype is None or count * np.dtype(dtype).itemsize != size:
-        reason = f"has {size:,} bytes, and {index.name} {count:,} ids"
-        raise DataError("data.path", path, reason, _COMPLETE)
-    return TokenFile(path, dtype, 0, count, 0, index)
 
 
 def _whole(path: Path, dtype: str) -> TokenFile:

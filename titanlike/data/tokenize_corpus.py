@@ -38,17 +38,18 @@ from titanlike.config.files import (
 )
 from titanlike.config.program import argument_parser, exit_code
 from titanlike.data.kinds import DataError
-from titanlike.data.text import (
-    SUFFIXES,
-    corpus_files,
-    file_states,
-    no_files,
-    records,
+from titanlike.data.text import documents, file_states, find_files
+from titanlike.data.token_folder import (
+    FORMAT,
+    PLAN,
+    Entry,
+    read_index,
     separated_documents,
-    token_dtype,
+    token_writer,
+    vocabulary_of,
+    write_index,
 )
 from titanlike.data.tokenizer import TOKENIZER, Tokenizer, open_tokenizer, write_tokenizer
-from titanlike.data.tokens import FORMAT, INDEX, PLAN, read_index
 from titanlike.launch.environment import available_cores
 from titanlike.launch.signals import die_with_parent
 from titanlike.metrics import units
@@ -56,6 +57,7 @@ from titanlike.metrics import units
 BAD = "bad.jsonl"
 _UNIT = 1 << 26  # bytes of files
 _EVERY = 5.0  # seconds between lines of progress
+_COUNTS = ("text_bytes", "bad_records")
 _MOST_NAMED = 100  # bad records listed per unit; all are counted
 
 _DESCRIPTION = """\
@@ -74,18 +76,14 @@ class Settings:
 
 
 @dataclass
-class Unit:
-    """The counts and the checksum of a tokenized unit."""
+class Unit(Entry):
+    """A tokenized unit: its file, and what became of its records."""
 
-    name: str
-    tokens: int = 0
-    documents: int = 0
     text_bytes: int = 0
-    checksum: str = ""
-    bad_count: int = 0
+    bad_records: int = 0
 
 
-class RefusedRecord(ValueError):
+class RefusedRecord(DataError):
     """An unreadable record, when bad records are not skipped."""
 
 
@@ -151,11 +149,7 @@ def tokenize_corpus_files(
 ) -> dict[str, Any]:
     """Tokenize a corpus, or continue; return the index. Raises DataError, RefusedRecord, OSError."""
     tokenizer = open_tokenizer(settings.tokenizer)
-    root = corpus.expanduser().resolve()
-    files = corpus_files(root, SUFFIXES)
-    if not files:
-        raise no_files("CORPUS", root, root, SUFFIXES)
-    plan = _plan(files, settings, tokenizer)
+    plan = _plan(find_files(str(corpus), key="CORPUS"), settings, tokenizer)
     out.mkdir(parents=True, exist_ok=True)
     _check_plan(out, plan)
     count = len(plan["units"])
@@ -258,31 +252,25 @@ def _tokenize_unit(out: str, number: int, paths: list[str], settings: Settings) 
     folder, unit = Path(out), Unit(f"{_name(number)}.bin")
     bad: list[dict[str, Any]] = []
 
-    def texts() -> Iterator[str]:
-        for path in paths:
-            for record in records(Path(path), settings.text_key):
-                if isinstance(record, str):
-                    unit.text_bytes += len(record.encode())
-                    yield record
-                    continue
-                if settings.bad == "refuse":
-                    place = f"{path}, record {record.number}" if record.number else path
-                    fix = "fix it, or write --bad skip in a new folder"
-                    raise RefusedRecord(f"{place}: {record.reason}; {fix}")
-                unit.bad_count += 1
-                if len(bad) < _MOST_NAMED:
-                    bad.append({"file": path, "record": record.number, "reason": record.reason})
+    def skip(path: Path, record: int, reason: str) -> None:
+        if settings.bad == "refuse":
+            fix = "fix it, or write --bad skip in a new folder"
+            raise RefusedRecord("CORPUS", path, f"record {record}: {reason}", fix)
+        unit.bad_records += 1
+        if len(bad) < _MOST_NAMED:
+            bad.append({"file": str(path), "record": record, "reason": reason})
 
-    hasher = xxhash.xxh3_128()
-    with replaced(folder / unit.name) as temporary, open(temporary, "wb") as file:
-        for document in separated_documents(tokenizer, texts()):
-            file.write(document.data)
-            hasher.update(document.data)
-            unit.tokens += len(document)
-            unit.documents += 1
-        file.flush()
-        sync_to_disk(file.fileno())
-    unit.checksum = hasher.hexdigest()
+    def texts() -> Iterator[str]:
+        for text in documents(map(Path, paths), settings.text_key, skip):
+            unit.text_bytes += len(text.encode())
+            yield text
+
+    with replaced(folder / unit.name) as temporary:
+        with token_writer(temporary, unit) as write:
+            for document in separated_documents(tokenizer, texts()):
+                write(document)
+        with open(temporary, "rb") as file:
+            sync_to_disk(file.fileno())
     if bad:
         lines = "".join(json.dumps(entry) + "\n" for entry in bad)
         atomic_write_text(folder / f"{_name(number)}.{BAD}", lines)
@@ -305,18 +293,5 @@ def _finish(out: Path, count: int, settings: Settings, tokenizer: Tokenizer) -> 
     if settings.tokenizer != "bytes":
         (out / TOKENIZER).mkdir(exist_ok=True)
         write_tokenizer(settings.tokenizer, out / TOKENIZER)
-    files = [{"name": unit.name, "tokens": unit.tokens, "xxh3": unit.checksum} for unit in done]
-    index = {
-        "format": FORMAT,
-        "dtype": token_dtype(tokenizer),
-        "vocab_size": tokenizer.vocab_size,
-        "boundary": tokenizer.boundary,
-        "tokenizer": tokenizer.fingerprint,
-        "tokens": sum(unit.tokens for unit in done),
-        "documents": sum(unit.documents for unit in done),
-        "text_bytes": sum(unit.text_bytes for unit in done),
-        "bad_records": sum(unit.bad_count for unit in done),
-        "files": files,
-    }
-    atomic_write_text(out / INDEX, json.dumps(index, indent=1) + "\n")
-    return index
+    counts = {name: sum(getattr(unit, name) for unit in done) for name in _COUNTS}
+    return write_index(out, vocabulary_of(tokenizer), done, **counts)

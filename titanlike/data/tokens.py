@@ -1,29 +1,20 @@
 """Token ids in files (`data=tokens`), memory-mapped: .npy, raw little-endian integers, other tools'
-formats (token_formats.py), and folders written by `titanlike tokenize`:
-
-    index.json         the files below, their dtype, the vocabulary, the token between documents
-    tokens-00000.bin   ids, little-endian; each document begins with that token
-    tokenizer/         the tokenizer's files, unless it is "bytes"
-    bad.jsonl          unreadable records, if they were skipped
+formats (token_formats.py), and folders written by `titanlike tokenize` (token_folder.py).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from titanlike.config.errors import Problem
-from titanlike.config.files import as_record, read_object
 from titanlike.config.schema import Config, TokenData
 from titanlike.data.kinds import DataError, Vocabulary
-from titanlike.data.token_files import Parts, TokenFile, open_tokens, too_short
+from titanlike.data.token_files import TokenFile, TokenSet, open_tokens, too_short
+from titanlike.data.token_folder import INDEX, PLAN, files_of, read_index
 from titanlike.data.token_formats import (
-    foreign_index,
     has_token_files,
     largest_id,
     read_file,
@@ -34,49 +25,14 @@ from titanlike.data.tokenizer import TOKENIZER, open_tokenizer
 if TYPE_CHECKING:
     from titanlike.data.sources import Data
 
-INDEX, PLAN = "index.json", "plan.json"
-FORMAT = 1
-_AGAIN = "Run titanlike tokenize again: it goes on where it was"
 _MAX_SEARCHED = 1 << 24  # tokens searched for the document boundary
 _CHUNK = 1 << 20  # tokens per search
-
-
-@dataclass(frozen=True)
-class TokenSet:
-    """All files of `data.path`, in order. held: files for validation only; tokenizer: name or path,
-    None = unknown."""
-
-    files: list[TokenFile]
-    held: list[TokenFile]
-    vocab_size: int
-    boundary: int | None
-    tokenizer: str | None
-
-    def parts(self, validation_fraction: float) -> Parts:
-        """Return the training and validation files; without validation files, the end of all tokens
-        is held out."""
-        if self.held:
-            return {"train": self.files, "validation": self.held}
-        count = sum(file.count for file in self.files)
-        cut = count - round(count * validation_fraction)
-        return {"train": self._between(0, cut), "validation": self._between(cut, count)}
-
-    def _between(self, start: int, stop: int) -> list[TokenFile]:
-        """Return the files, and parts of files, with ids start..stop of all files' ids."""
-        between, before = [], 0
-        for file in self.files:
-            low, high = max(start - before, 0), min(stop - before, file.count)
-            if low < high:
-                between.append(replace(file, start=file.start + low, stop=file.start + high))
-            before += file.count
-        return between
 
 
 def open_data(data: TokenData, config: Config) -> Data:
     from titanlike.data.packed import packed_data  # imports torch
 
     tokens = read_tokens(data)
-    parts = tokens.parts(data.validation_fraction)
     tokenizer = None if tokens.tokenizer is None else open_tokenizer(tokens.tokenizer)
     what = ", ".join(map(str, _paths(data)))
     what += f" in {len(tokens.files):,} files" if len(tokens.files) > 1 else ""
@@ -85,7 +41,7 @@ def open_data(data: TokenData, config: Config) -> Data:
         " for validation"
     }
     what += f" ({'; '.join(sorted(forms))})" if forms else ""
-    return packed_data(config, parts, tokens.vocab_size, tokens.boundary, tokenizer, what)
+    return packed_data(config, tokens, tokenizer, what)
 
 
 def vocabulary(data: TokenData) -> Vocabulary:
@@ -137,14 +93,14 @@ def read_tokens(data: TokenData) -> TokenSet:
     indices: list[tuple[Path, dict[str, Any]]] = []
     for path in _paths(data):
         if not path.is_dir():
-            files.append(read_file(path, data))
+            both = [read_file(path, data)], []
         elif any((path / name).exists() for name in (INDEX, PLAN)) or not has_token_files(path):
             index = read_index(path)
             indices.append((path, index))
-            files += _files_of(path, index)
+            both = files_of(path, index)
         else:
             both = read_folder(path, data)
-            files, held = files + both[0], held + both[1]
+        files, held = files + both[0], held + both[1]
     if not files:
         raise DataError("data.path", data.path, "names no file", "give a file, or a folder")
     vocab_size, boundary, tokenizer = data.vocab_size, data.boundary, None
@@ -156,7 +112,8 @@ def read_tokens(data: TokenData) -> TokenSet:
                 raise DataError("data.path", path, reason, "tokenize both with the same one")
         vocab_size = first["vocab_size"] if vocab_size is None else vocab_size
         boundary = first["boundary"] if boundary is None else boundary
-        tokenizer = "bytes" if first["tokenizer"] == "bytes" else str(folder / TOKENIZER)
+        if (tokenizer := first["tokenizer"]) not in (None, "bytes"):
+            tokenizer = str(folder / TOKENIZER)
     if vocab_size is None:
         reason = "a file of ids does not say how many there are"
         fix = f"data.vocab_size={largest_id(files + held, _CHUNK) + 1}, or more if its tokenizer has more"
@@ -167,58 +124,3 @@ def read_tokens(data: TokenData) -> TokenSet:
 def _paths(data: TokenData) -> list[Path]:
     paths = [data.path] if isinstance(data.path, str) else data.path
     return [Path(os.path.expanduser(path)) for path in paths]
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """Read the index of a folder of token files. Raises DataError."""
-    try:
-        index = read_object(folder / INDEX)
-    except FileNotFoundError:
-        reason = f"has no {INDEX}: its tokenization has not been completed, or it is none"
-        raise DataError("data.path", folder, reason, _AGAIN) from None
-    except (OSError, ValueError) as error:
-        raise DataError("data.path", folder, f"{INDEX} cannot be read ({error})", _AGAIN) from None
-    if (error := foreign_index(folder, index)) is not None:
-        raise error
-    if index.get("format") != FORMAT:
-        reason = f"has format {index.get('format')}, and this version reads {FORMAT}"
-        raise DataError("data.path", folder, reason, "tokenize it again")
-    try:
-        as_record(index, _Index)
-        names = [as_record(entry, _Entry).name for entry in index["files"]]
-        if odd := next(
-            (name for name in names if Path(name).name != name or len(name) > 255), None
-        ):
-            raise ValueError(f"names {odd[:200]}, which is not in it")
-        if len({*names}) < len(names):
-            raise ValueError("names a file twice")
-    except ValueError as error:
-        raise DataError("data.path", folder, f"its {INDEX} {error}", _AGAIN) from None
-    return index
-
-
-@dataclass(frozen=True)
-class _Index:
-    """The required keys of an index."""
-
-    dtype: Literal["uint16", "uint32"]
-    vocab_size: int
-    boundary: int
-    tokenizer: str
-    files: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Entry:
-    name: str
-    tokens: int
-
-
-def _files_of(folder: Path, index: dict[str, Any]) -> Iterator[TokenFile]:
-    for entry in index["files"]:
-        path, size = folder / entry["name"], entry["tokens"] * np.dtype(index["dtype"]).itemsize
-        if not path.is_file() or path.stat().st_size != size:
-            reason = f"does not have the {size:,} bytes of {INDEX}"
-            raise DataError("data.path", path, reason, _AGAIN)
-        if entry["tokens"]:
-            yield TokenFile(path.resolve(), index["dtype"], 0, entry["tokens"])
