@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
 import shutil
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -237,18 +235,6 @@ def test_a_bad_line_is_named(row: Any, told: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         open_data(chat(tmp_path, [conversation(0), row]))
     assert told in str(error.value)
-
-
-def test_a_file_that_cannot_be_read_is_named_and_not_the_cache(tmp_path: Path) -> None:
-    config = chat(tmp_path)
-    whole = gzip.compress((tmp_path / "in" / "a.jsonl").read_bytes())
-    (tmp_path / "in" / "b.jsonl.gz").write_bytes(whole[:-20])
-    with pytest.raises(DataError, match=r"data.path=.*b.jsonl.gz: cannot be read to its end"):
-        open_data(config)
-    (tmp_path / "in" / "b.jsonl.gz").unlink()
-    os.mkfifo(tmp_path / "in" / "b.jsonl.gz")
-    with pytest.raises(DataError, match=r"data.path=.*b.jsonl.gz: .*not a regular file"):
-        open_data(config)
 
 
 def test_truncated_and_dropped_conversations_are_counted(tmp_path: Path) -> None:

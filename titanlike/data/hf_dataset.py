@@ -85,7 +85,7 @@ def check(data: HFData, config: Config) -> Iterator[Problem]:
     if data.ids_key is not None:
         vocabulary(data)
     if place is not None:
-        if not _files(place):
+        if not files_under(place, BUILDERS):
             fix = f"give a folder of save_to_disk, or with files {' '.join(BUILDERS)}"
             yield Problem("data.path", data.path, "no data are in it", fix)
     elif data.path.startswith(("/", ".", "~")) or data.path.count("/") > 1:
@@ -108,15 +108,11 @@ def _local_path(data: HFData) -> Path | None:
     return place.resolve() if place.exists() else None
 
 
-def _files(place: Path) -> list[Path]:
-    return files_under(place, BUILDERS, compressed=True)
-
-
 def identity(data: HFData) -> list[Any]:
     """Return, as JSON, everything that the texts depend on: the key of their cache entry."""
     place = _local_path(data)
     remote = [data.path, data.revision]
-    where = remote if place is None else file_states(_files(place))
+    where = remote if place is None else file_states(files_under(place, BUILDERS))
     return ["hf", where, data.subset, data.split, data.rows]
 
 
@@ -237,7 +233,7 @@ def _local_splits(place: Path, subset: str | None) -> tuple[str, dict[str, list[
             raise DataError("data.path", place, f"is {known[0]}", known[1])
         splits = {"train": [place]}
     else:
-        splits = folder_splits(place, _files(place), subset)
+        splits = folder_splits(place, files_under(place, BUILDERS), subset)
         kinds = Counter(kind_of_file(file) for files in splits.values() for file in files)
         kind = ".tar" if ".tar" in kinds else max(kinds, key=kinds.__getitem__)
     paths = {n: [str(f) for f in files if kind_of_file(f) == kind] for n, files in splits.items()}

@@ -110,7 +110,7 @@ def _check_files(data: MixtureData, config: Config) -> Iterator[Problem]:
                 held = {part: files for part, files in parts.items() if files or part == "train"}
                 yield from token_files.too_short(held, config.seq_len)
             else:
-                text.check_first_records(text.find_files(section.path), data.text_key)
+                text.check_first_records(section.path, data.text_key)
         except DataError as error:
             key = f"data.sources.{name}.path"
             yield replace(error.problem, key=key, value=source["path"])

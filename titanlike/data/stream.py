@@ -24,6 +24,7 @@ from titanlike.data.kinds import DataError, missing_package
 from titanlike.data.mixture import Points, check_weights, points_of, seed_of
 from titanlike.data.readers import held_out_problems, reader_problems
 from titanlike.data.text import vocabulary
+from titanlike.data.token_files import TokenSet
 from titanlike.data.tokenizer import Tokenizer, open_tokenizer
 from titanlike.metrics import units
 
@@ -84,7 +85,7 @@ def _check_section(data: StreamData, config: Config) -> Iterator[Problem]:
         if _token_files(data) is not None:
             return
         if (rows := _dataset(data)) is None:
-            text.check_first_records(text.find_files(data.path), data.text_key)
+            text.check_first_records(data.path, data.text_key)
         else:
             yield from hf_dataset.check(rows, config)
     except DataError as error:
@@ -103,7 +104,7 @@ def _sections(data: StreamData) -> dict[str, StreamData]:
     return {name: replace(data, path=path, sources={}) for name, path in named.items()}
 
 
-def _token_files(data: StreamData) -> tokens.TokenSet | None:
+def _token_files(data: StreamData) -> TokenSet | None:
     """Return a source's token files, which are read by index, or None. Raises DataError if they
     were written with a different tokenizer."""
     place = Path(data.path or "").expanduser()

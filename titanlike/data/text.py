@@ -63,9 +63,10 @@ _T = TypeVar("_T")
 
 
 def open_data(data: TextData, config: Config) -> Data:
-    version = platform.python_version()
+    version, files = platform.python_version(), find_files(data.path)
     what = data.path or f"the sources of Python {version}'s standard library"
-    return open_texts(data, config, what, identity(data), texts(data))
+    texts = documents(files, data.text_key)
+    return open_texts(data, config, what, file_states(files), texts)
 
 
 def open_texts(
@@ -97,15 +98,15 @@ def check_tokenizer(data: TextData | HFData | ChatData | MixtureData, config: Co
 _TRIED = 64  # files whose first record is read before a launch
 
 
-def check_first_records(files: list[Path], text_key: str) -> None:
-    """Raise DataError if the first text of a file of records cannot be read."""
-    of_records = [file for file in files if kind_of_file(file) in (".jsonl", *TABLES)]
+def check_first_records(path: str | None, text_key: str) -> None:
+    """Raise DataError if there is no file, or the first text of a file of records cannot be read."""
+    of_records = [f for f in find_files(path) if kind_of_file(f) in (".jsonl", *TABLES)]
     for file in of_records[:_TRIED]:
         next(documents([file], text_key), None)
 
 
 def _check_files(data: TextData, config: Config) -> None:
-    check_first_records(find_files(data.path), data.text_key)
+    check_first_records(data.path, data.text_key)
 
 
 def check_stand_in(data: TextData | StreamData, config: Config) -> Iterator[Problem]:
@@ -146,7 +147,7 @@ def find_files(
     Raises DataError if there is none.
     """
     if path is None:
-        return files_under(Path(sysconfig.get_paths()["stdlib"]), {".py"}, skipped=SKIPPED)
+        return files_under(Path(sysconfig.get_paths()["stdlib"]), {".py"}, SKIPPED)
     root = Path(path).expanduser().resolve()
     check_is_text(root)
     if (splits := split_names(root)) is not None:
@@ -156,27 +157,23 @@ def find_files(
             raise DataError("data.path", root, reason, fix)
         root = root / "train"
     saved = (root / "state.json").is_file() and (root / "dataset_info.json").is_file()
-    if files := saved_files(root) if saved else files_under(root, suffixes, compressed=True):
+    if files := saved_files(root) if saved else files_under(root, suffixes):
         return files
     if root.is_dir():
         fix = f"give a file, or a folder with files that end in {' '.join(sorted(suffixes))}"
         raise DataError(key, path, f"no file to read in {root}", fix)
-    reason, fix = f"there is no such file or folder (from {os.getcwd()})", "give one that exists"
-    fix += ", or data.path=null for Python's own sources" if key == "data.path" else ""
-    raise DataError(key, path, reason, fix)
+    fix = "give the path of a file or folder"
+    if (suffixes, key) == (SUFFIXES, "data.path"):
+        fix += " with text, JSONL or Parquet, or data.path=null for Python's own sources"
+    raise DataError(key, path, f"there is no such file or folder (from {os.getcwd()})", fix)
 
 
-def files_under(
-    root: Path,
-    suffixes: Collection[str],
-    *,
-    compressed: bool = False,
-    skipped: Collection[str] = (),
-) -> list[Path]:
-    """Return the file, or a folder's files with one of the suffixes, sorted.
+def files_under(root: Path, suffixes: Collection[str], skipped: Collection[str] = ()) -> list[Path]:
+    """Return the file, or a folder's files with one of the suffixes, sorted; a.jsonl.gz counts as
+    .jsonl. skipped: names of folders.
 
-    Hidden files and folders, and links to folders, are skipped. compressed: a.jsonl.gz counts as
-    .jsonl. Raises DataError for a FIFO or device among them.
+    Hidden files and folders, and links to folders, are skipped. Raises DataError for a FIFO or
+    device among them.
     """
     if root.is_file():
         return [root]
@@ -184,9 +181,7 @@ def files_under(
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in skipped and not f.startswith(".")]
         visible = (Path(folder, name) for name in names if not name.startswith("."))
-        files += [
-            f for f in visible if (kind_of_file(f) if compressed else f.suffix.lower()) in suffixes
-        ]
+        files += [file for file in visible if kind_of_file(file) in suffixes]
     if odd := next((file for file in files if file.exists() and not file.is_file()), None):
         raise DataError("data.path", odd, "is not a regular file", "remove it from the folder")
     return sorted(files)
@@ -199,16 +194,6 @@ def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
         raise DataError("data.path", error.filename, reason, "fix or delete it") from None
-
-
-def identity(data: TextData) -> list[Any]:
-    """Return, as JSON, everything that the texts depend on: the key of their cache entry."""
-    return file_states(find_files(data.path))
-
-
-def texts(data: TextData) -> Iterator[str]:
-    """Yield the texts of all files, in order, without empty and null ones. Raises DataError."""
-    yield from documents(find_files(data.path), data.text_key)
 
 
 # --- records ------------------------------------------------------------------------------------

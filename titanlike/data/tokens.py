@@ -93,7 +93,7 @@ def read_tokens(data: TokenData) -> TokenSet:
     indices: list[tuple[Path, dict[str, Any]]] = []
     for path in _paths(data):
         if not path.is_dir():
-            both = [read_file(path, data)], []
+            both = [read_file(path, data)], list[TokenFile]()
         elif any((path / name).exists() for name in (INDEX, PLAN)) or not has_token_files(path):
             index = read_index(path)
             indices.append((path, index))
