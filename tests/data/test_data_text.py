@@ -195,6 +195,11 @@ def test_the_token_cache_is_reused_until_an_input_changes(tmp_path: Path) -> Non
     lower = tokenized(data)
     assert sorted(sum(lower.values(), [])) == sorted(text.lower() for text in TEXTS)
 
+    ids = [str(number) for number in range(len(TEXTS))]
+    path.write_bytes(lines([{"text": text, "id": n} for text, n in zip(TEXTS, ids, strict=True)]))
+    assert tokenized(data) == first
+    assert sorted(sum(tokenized(replace(data, text_key="id")).values(), [])) == sorted(ids)
+
     before = files_in(tmp_path / "cache")
     write_jsonl(path, [*TEXTS, "one more"])
     more = tokenized(data)
@@ -362,6 +367,6 @@ def test_a_cache_that_somebody_prepared_is_not_believed(
     for entry in plain["files"]:
         (index.parent / entry["name"]).write_bytes(b"\x42" * 4000)
         entry["tokens"] = 4000 // itemsize
-        entry.update({name: value for name, value in change.items() if name in entry})
+    plain["files"][0] |= {name: change[name] for name in change.keys() & {"name", "tokens"}}
     index.write_text(json.dumps(plain | {k: v for k, v in change.items() if k != "tokens"}))
     assert tokenized(data) == right

@@ -47,7 +47,7 @@ from titanlike.data.conversation_forms import (
     without_nulls,
 )
 from titanlike.data.kinds import BadRow, DataError
-from titanlike.data.order import is_for_validation
+from titanlike.data.order import held_out
 from titanlike.data.sources import IGNORE, REAL, Data
 from titanlike.data.text import (
     TABLES,
@@ -243,13 +243,13 @@ def _write(
         records(file, rows_of(file), read_of_table if kind_of_file(file) in TABLES else read)
         for file in files
     )
-    for number, (tokens, mask) in enumerate(chain.from_iterable(every)):
+    held = held_out(data.validation_fraction)
+    for is_held, (tokens, mask) in zip(held, chain.from_iterable(every), strict=False):
         ids, learned = np.array(tokens[: seq_len + 1], np.uint32), mask[: seq_len + 1]
         if not learned[1:].any():
             about.dropped += 1
             continue
         about.cut += len(tokens) > seq_len + 1
-        is_held = is_for_validation(number, data.validation_fraction)
         parts["validation" if is_held else "train"].append((ids, learned))
         about.conversations += 1
         about.answers += int(learned[1:].sum())

@@ -10,6 +10,9 @@ nor on what was read before.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from itertools import count
 from typing import Any, overload
 
 import numpy as np
@@ -61,9 +64,12 @@ def _permute(x: np.ndarray, key: np.ndarray, half: int) -> np.ndarray:
     return left << half | right
 
 
-def is_for_validation(document: int, fraction: float) -> bool:
-    """Return whether a document, by its number from 0, belongs to the validation part."""
-    return int(splitmix64(np.array([document + 1]))[0]) % (1 << 64) < fraction * 2.0**64
+def held_out(fraction: float) -> Iterator[bool]:
+    """Yield for each document, by its number, whether it belongs to the validation part."""
+    limit = np.uint64(math.ceil(fraction * 2.0**64))
+    for first in count(1, _BLOCK):
+        hashes = splitmix64(np.arange(first, first + _BLOCK)).astype(np.uint64)
+        yield from (hashes < limit).tolist()
 
 
 class GlobalBatchSampler:

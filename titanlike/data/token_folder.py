@@ -28,7 +28,7 @@ import xxhash
 from titanlike.config.files import as_record, atomic_write_text, read_object
 from titanlike.config.schema import HFData, TextData
 from titanlike.data.kinds import DataError, Vocabulary
-from titanlike.data.order import is_for_validation
+from titanlike.data.order import held_out
 from titanlike.data.token_files import TokenFile, TokenSet
 from titanlike.data.token_formats import foreign_index
 from titanlike.data.tokenizer import Tokenizer
@@ -133,8 +133,7 @@ def write_corpus(
             )
             for part, entry in zip(PARTS, (train, held), strict=True)
         }
-        for number, document in enumerate(documents):
-            is_held = fraction > 0 and is_for_validation(number, fraction)
+        for is_held, document in zip(held_out(fraction), documents, strict=False):
             part = "validation" if is_held else "train"
             if part in last:
                 write[part](last[part])
