@@ -95,7 +95,7 @@ def test_an_unreadable_dataset_is_refused_with_a_fix(
         assert raised.value.problem.key == key and words in str(raised.value)
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 and no more")
-    with pytest.raises(DataError, match="datasets cannot read it"):
+    with pytest.raises(DataError, match="is not a Parquet file that can be read"):
         open_data(config(broken, cache))
 
     def problem(path: str, **more: Any) -> tuple[str, str]:

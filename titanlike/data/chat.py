@@ -49,8 +49,8 @@ from titanlike.data.conversation_forms import (
 from titanlike.data.kinds import BadRow, DataError
 from titanlike.data.order import held_out
 from titanlike.data.sources import IGNORE, REAL, Data
+from titanlike.data.tables import TABLES
 from titanlike.data.text import (
-    TABLES,
     check_tokenizer,
     file_states,
     find_files,

@@ -12,7 +12,7 @@ import glob
 import importlib.util
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, HFData
 from titanlike.data.folder_splits import folder_splits, saved_files, split_names
 from titanlike.data.kinds import BadRow, DataError, Vocabulary, missing_package
+from titanlike.data.tables import TABLES, open_table
 from titanlike.data.text import (
     check_tokenizer,
     file_states,
@@ -199,11 +200,12 @@ def _opened(data: HFData) -> Any:
                     "data.split=train data.rows=N",
                 )
                 raise DataError("data.split", data.split, reason, fix)
-            files = _of_split(_saved_splits(place), data)
+            files = _checked(_of_split(_saved_splits(place), data))
             rows = datasets.concatenate_datasets([datasets.Dataset.from_file(f) for f in files])
         else:
             kind, splits = _local_splits(place, data.subset)
             _of_split(splits, data)
+            _checked(chain(*splits.values()))
             datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it connects
             options = {"data_files": {name: [*map(glob.escape, f)] for name, f in splits.items()}}
             options |= {"split": data.split, "streaming": data.streaming}
@@ -216,6 +218,15 @@ def _opened(data: HFData) -> Any:
         return rows
     count = getattr(rows, "num_rows", data.rows)  # a streamed dataset has no num_rows
     return rows.take(min(data.rows, count))
+
+
+def _checked(files: Iterable[str]) -> list[str]:
+    """Return the files. Raises DataError for a table that unfolds to too much."""
+    found = [*files]
+    for file in map(Path, found):
+        if file.suffix.lower() in TABLES:
+            open_table(file)
+    return found
 
 
 def _saved_splits(folder: Path) -> dict[str, list[str]]:

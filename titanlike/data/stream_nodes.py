@@ -31,8 +31,8 @@ from titanlike.data.hf_dataset import row_text
 from titanlike.data.kinds import BadRow
 from titanlike.data.mixture import Points, weight_at
 from titanlike.data.order import shuffled_index, splitmix64
+from titanlike.data.tables import TABLES
 from titanlike.data.text import (
-    TABLES,
     documents,
     is_compressed,
     kind_of_file,

@@ -30,6 +30,7 @@ from titanlike.config.files import open_regular
 from titanlike.config.schema import ChatData, Config, HFData, MixtureData, StreamData, TextData
 from titanlike.data.folder_splits import saved_files, split_names
 from titanlike.data.kinds import BadRow, DataError, Vocabulary, missing_package
+from titanlike.data.tables import TABLES, largest, open_table
 from titanlike.data.token_folder import cached_corpus, separated_documents, vocabulary_of
 from titanlike.data.token_formats import check_is_text
 from titanlike.data.tokenizer import open_tokenizer
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from titanlike.data.sources import Data
 
 # Suffixes read from a folder; a path to a single file may have any suffix.
-TABLES = (".parquet", ".arrow", ".orc")
 SUFFIXES = frozenset(
     (*TABLES, ".jsonl", ".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv")
     + (".json", ".yaml", ".yml", ".toml", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu")
@@ -52,8 +52,6 @@ SKIPPED = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
 )
 
-_LARGEST = 1 << 26  # bytes that a record may always have
-_UNPACKED = 50  # bytes of a record per byte of its file
 _AT_ONCE = 8  # rows of a table that are in memory as texts
 _REPAIR = "give UTF-8 text that can be read, or remove the file from the folder"
 _NAME_IT = "name the field, or the column, that holds the text"
@@ -263,7 +261,7 @@ def rows_of(path: Path, key: str | None = None) -> Iterator[tuple[int, Any]]:
     only column to read, if the table has it."""
     kind = kind_of_file(path)
     if kind in TABLES:
-        names, batches = _table(path)
+        names, batches = open_table(path)
         columns = [one for one in (key, str(key).partition(".")[0]) if one in names][:1]
         pieces = (
             batch.slice(start, _AT_ONCE).to_pylist()
@@ -276,7 +274,7 @@ def rows_of(path: Path, key: str | None = None) -> Iterator[tuple[int, Any]]:
         yield from enumerate(rows, 1)
         return
     with opened(path) as file:
-        lines = iter(partial(file.readline, (most := _largest(path)) + 1), b"")
+        lines = iter(partial(file.readline, (most := largest(path)) + 1), b"")
         for number, line in enumerate(lines, 1):
             if len(line) > most:
                 raise ValueError(f"line {number} is longer than {most >> 20} MiB")
@@ -286,16 +284,10 @@ def rows_of(path: Path, key: str | None = None) -> Iterator[tuple[int, Any]]:
 
 def _whole(path: Path) -> str:
     with opened(path) as file:
-        data = file.read((most := _largest(path)) + 1)
+        data = file.read((most := largest(path)) + 1)
     if len(data) > most:
         raise ValueError(f"unpacks to more than {most >> 20} MiB")
     return data.decode("utf-8-sig")
-
-
-def _largest(path: Path) -> int:
-    """Return how many bytes a record of a file may have: all of them, or a multiple of a compressed
-    file's, which a real text's compression does not reach."""
-    return max(_LARGEST, path.stat().st_size * _UNPACKED)
 
 
 def parsed(row: Any) -> Any:
@@ -359,44 +351,6 @@ def _json_rows(text: str) -> list[Any]:
         rows = json.loads(text) if start == "[" else [json.loads(x) for x in lines if x.strip()]
         return rows if rows and all(isinstance(row, dict) for row in rows) else []
     return []
-
-
-def _table(path: Path) -> tuple[list[str], Callable[[list[str]], Iterator[Any]]]:
-    """Return the columns of a Parquet, Arrow or ORC file, and a function that reads some as record
-    batches."""
-    try:
-        from pyarrow import ArrowException, ipc, memory_map, orc, parquet
-    except ImportError:
-        raise missing_package("data.path", path, "pyarrow", "text") from None
-    try:
-        with open_regular(path) as file:
-            magic = file.read(6)
-        table: Any
-        if magic[:3] == b"ORC":
-            table = orc.ORCFile(path)
-            return table.schema.names, lambda names: (
-                table.read_stripe(i, names) for i in range(table.nstripes)
-            )
-        if magic[:4] == b"PAR1" or path.suffix == ".parquet":
-            schema = parquet.read_schema(path)
-            names, texts = schema.names, [f.name for f in schema if str(f.type) == "string"]
-            # a repeated text is there once, until its row is read
-            table = parquet.ParquetFile(path, read_dictionary=texts)
-            groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
-            if max((group.total_byte_size for group in groups), default=0) > _largest(path):
-                raise ValueError(f"a row group unpacks to more than {_largest(path) >> 20} MiB")
-            return names, lambda names: table.iter_batches(1024, columns=names)
-        source = memory_map(str(path))
-        if magic == b"ARROW1":
-            table = ipc.open_file(source)
-            every = (table.get_batch(i) for i in range(table.num_record_batches))
-        else:  # Arrow's streaming format, which save_to_disk writes
-            table = every = ipc.open_stream(source)
-        return table.schema.names, lambda names: (batch.select(names) for batch in every)
-    except (ArrowException, OSError, ValueError) as error:
-        kind = path.suffix[1:].capitalize()
-        reason = f"is not a {kind} file that can be read ({' '.join(str(error).split())[:200]})"
-        raise DataError("data.path", path, reason, f"give a complete {kind} file") from None
 
 
 def kind_of_file(path: Path) -> str:
