@@ -3,17 +3,27 @@ out, what is counted. `docs/data.md` has the table of source by promise, with th
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from support.cells import cells
 from support.models import LLAMA, tiny
-from support.sources import KINDS, MAPPED, OWN, STREAMS, by_step, documents_in, of_source
+from support.sources import (
+    KINDS,
+    MAPPED,
+    OWN,
+    STREAMS,
+    by_step,
+    documents_in,
+    of_source,
+)
 from support.world import RankError, run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, DecayLr, Model, Validation
@@ -23,6 +33,7 @@ from titanlike.data.sources import IGNORE
 from titanlike.models.registry import resolve_model
 from titanlike.optim.optimizer import learning_rate
 from titanlike.training.loop import train
+from titanlike.training.preflight import preflight
 from titanlike.training.report import epochs
 from titanlike.training.train_plan import make_plan
 
@@ -143,15 +154,48 @@ def test_the_learning_rate_ends_with_max_tokens() -> None:
 
 
 def test_an_id_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
-    config = of_source("map_style", tmp_path, model=Model("llama", {**LLAMA, "vocab_size": 60}))
-    said = "has the id 6[0-3] in 'inputs', and the model has 60; return ids from 0 to 59"
-    with pytest.raises(RankError, match=said):
+    config = of_source("rare", tmp_path, model=Model("llama", {**LLAMA, "vocab_size": 60}))
+    assert preflight(config) == []
+    said = "sample [0-9]+ of a batch has the id 6[0-3] in 'inputs', and the model has 60; "
+    with pytest.raises(RankError, match=said + "return ids from 0 to 59"):
         run_world(train, config, tmp_path)
+    config = of_source("map_style", tmp_path, model=config.model)
     assert len([*open_data(config).train]) == 360, "a loop over it ends"
     unknown = replace(config, model=Model("llama", {**LLAMA, "vocab_size": None}))
     with pytest.raises(ConfigError, match="write model.vocab_size=64, or let the function return"):
         resolve_model(unknown)
     assert "WARNING: fewer than a batch" in epochs(config, 9)
+
+
+@pytest.mark.parametrize("kind", ["map_style", "alone", "own model"])
+def test_ids_of_the_first_samples_are_compared_with_the_model_before_a_launch(
+    kind: str, tmp_path: Path
+) -> None:
+    model = Model("llama", {**LLAMA, "vocab_size": 60})
+    if kind == "own model":
+        model = Model("support.sources.Embedded", {"vocab_size": 60})
+    config = of_source(kind.replace("own model", "map_style"), tmp_path, model=model)
+    (problem,) = preflight(config)
+    assert problem.key == "data.name"
+    whose = "of reader 0 has" if kind == "alone" else "has"
+    said = rf"training sample \d+ {whose} the id 6[0-3] in 'inputs', and the model has 60; "
+    assert re.search(said + "return ids from 0 to 59, or a Data with vocab_size=6", str(problem))
+    assert "\n" not in str(problem)
+    model = replace(model, args={**model.args, "vocab_size": 64})
+    assert preflight(replace(config, model=model)) == []
+
+
+@pytest.mark.parametrize("kind", ["data=tokens", "token_files", "mixture"])
+def test_the_first_ids_of_token_files_are_read_before_a_launch(kind: str, tmp_path: Path) -> None:
+    config = of_source(kind, tmp_path)
+    assert problems(config) == []
+    file = next(tmp_path.rglob("ids.bin"))
+    ids = np.fromfile(file, "<u2")
+    ids[37] = 600
+    ids.tofile(file)
+    (problem,) = problems(config)
+    assert f"token 37 of {file} is the id 600" in str(problem) and "257" in str(problem)
+    assert "\n" not in str(problem)
 
 
 @pytest.mark.parametrize("kind", ["data=text", "jsonl", "data=mixture"])

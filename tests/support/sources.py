@@ -136,6 +136,14 @@ class Shortened(Numbered):
         return {name: ids[:kept] for name, ids in super().__getitem__(i).items()}
 
 
+class Rare(Numbered):
+    """The id 63 is in the samples 3, 19, 35 ... alone."""
+
+    def __getitem__(self, i: int) -> Sample:
+        ids = super().__getitem__(i)
+        return ids if i % 16 == 3 else {name: its.clamp(max=59) for name, its in ids.items()}
+
+
 def dividing(seq_len: int, samples: int = SAMPLES) -> Data:
     return _data(Dividing(seq_len, samples))
 
@@ -175,6 +183,10 @@ def map_style(seq_len: int, samples: int = SAMPLES) -> Any:
     return Numbered(seq_len, samples, 0, 1)
 
 
+def rare(seq_len: int, samples: int = SAMPLES) -> Any:
+    return Rare(seq_len, samples, 0, 1)
+
+
 def short_samples(seq_len: int) -> Data:
     return Data(*(Numbered(seq_len // 2, 40, 0, 1) for _ in range(2)), 64, "half of seq_len")
 
@@ -193,6 +205,18 @@ def hugging_face(seq_len: int, samples: int = SAMPLES) -> Data:
     }
     stream = datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=8)
     return _data(stream.with_format("torch"))
+
+
+class Embedded(torch.nn.Module):
+    """A model of one's own with an embedding."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocab_size, 8)
+        self.head = torch.nn.Linear(8, vocab_size)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(inputs))
 
 
 # --- wrong ones ---

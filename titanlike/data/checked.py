@@ -20,6 +20,7 @@ from titanlike.data.draws import Draws
 from titanlike.data.kinds import DataError
 from titanlike.data.order import GlobalBatchSampler, shuffled_index
 from titanlike.data.sources import (
+    IGNORE,
     REAL,
     Batch,
     Pad,
@@ -33,6 +34,7 @@ from titanlike.torch_private.loader_worker import read_as_part
 
 REQUIRED = ("inputs", "targets")
 _READ_TWICE = 8  # samples of a source, when it is opened
+_IDS_KEPT = 128  # smallest and largest ids, of a sample's inputs and targets
 _WINDOW = 64  # steps within which samples are sorted by length
 
 
@@ -74,6 +76,8 @@ class CheckedSource:
         self._seq_len, self.variable = seq_len, variable
         self._padding = {} if variable is None else variable.padding
         self.first: Batch | None = None
+        # (id, field, sample) of the smallest and largest ids of the samples first read
+        self.first_ids: list[tuple[int, str, int | str]] = []
 
     def __len__(self) -> int:
         return len(self._source)
@@ -123,6 +127,12 @@ class CheckedSource:
         """Return the sample after comparing it with the first one. i: its index, or for a stream
         its place in words."""
         checked = self._read(i, sample)
+        if len(self.first_ids) < _IDS_KEPT:
+            for name in REQUIRED:
+                ids = checked[name]
+                ids = ids[ids != IGNORE] if name == "targets" else ids
+                if ids.dim() == 1 and len(ids) and not ids.is_floating_point() and ids.is_cpu:
+                    self.first_ids += [(int(end), name, i) for end in ids.aminmax()]
         if self.first is not None:
             self._compare(i, checked, self.first)
         return checked

@@ -82,7 +82,13 @@ def _check_sources(data: StreamData, config: Config) -> Iterator[Problem]:
 
 def _check_section(data: StreamData, config: Config) -> Iterator[Problem]:
     try:
-        if _token_files(data) is not None:
+        if (files := _token_files(data)) is not None:
+            try:
+                tokens.check_first_ids(files)
+            except DataError as error:  # the vocabulary is that of the tokenizer
+                fix = "data.tokenizer=PATH of what wrote it"
+                reason = f"{error.problem.reason}, and {data.tokenizer} has {files.vocab_size}"
+                yield Problem("data.path", data.path, reason, fix)
             return
         if (rows := _dataset(data)) is None:
             text.check_first_records(data.path, data.text_key)

@@ -27,6 +27,21 @@ if TYPE_CHECKING:
 
 _MAX_SEARCHED = 1 << 24  # tokens searched for the document boundary
 _CHUNK = 1 << 20  # tokens per search
+_TRIED = 64  # files whose first ids are read before a launch
+
+
+def check_first_ids(tokens: TokenSet) -> None:
+    """Raise DataError if a file begins with ids that the vocabulary does not have."""
+    for file in (*tokens.files, *tokens.held)[:_TRIED]:
+        ids = open_tokens(file)[file.start : min(file.stop, file.start + _CHUNK)]
+        for bad in (int(ids.max()), int(ids.min())):
+            if not 0 <= bad < tokens.vocab_size:
+                place = int((ids == bad).argmax())
+                reason = f"token {place} of {file.path} is the id {bad}"
+                fix = "data.dtype=uint32, or another as it was written"
+                if bad > 0:
+                    fix = f"data.vocab_size={bad + 1}, or more as its tokenizer has, or another data.dtype"
+                raise DataError("data.vocab_size", tokens.vocab_size, reason, fix)
 
 
 def open_data(data: TokenData, config: Config) -> Data:
@@ -51,6 +66,7 @@ def vocabulary(data: TokenData) -> Vocabulary:
 
 def _check_lengths(data: TokenData, config: Config) -> Iterator[Problem]:
     tokens = read_tokens(data)
+    check_first_ids(tokens)
     if 0 < data.validation_fraction < 1 and config.evaluate.part != "all":
         yield from too_short(tokens.parts(data.validation_fraction), config.seq_len)
 

@@ -13,7 +13,6 @@ from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.models.documents import with_host_copy
-from titanlike.models.registry import MODELS
 from titanlike.training.build import Run
 
 
@@ -31,10 +30,10 @@ def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[B
     # batches of another length may use other fields
     used = None if run.plan.variable else run.pipeline.used_fields()
     stream = (_needed(batch, used) for batch in stream)
-    if isinstance(config.data, Custom) and config.model.name in MODELS:
+    if isinstance(config.data, Custom):
         from titanlike.training.known_ids import vocabulary_of, with_known_ids
 
-        vocab_size = vocabulary_of(run.plan)
+        vocab_size = vocabulary_of(run.plan.model_graph.model, run.plan.model)
         stream = (with_known_ids(batch, vocab_size, config) for batch in stream)
     if run.mesh.device.type == "cpu":
         return (to_device(batch, run.mesh, config) for batch in stream)

@@ -19,7 +19,7 @@ from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.schema import Config, Custom, CustomOptimizer, Hardware
 from titanlike.config.validate import broken_rules
 from titanlike.data.loader import example_batch, field_problems
-from titanlike.data.registry import vocab_size
+from titanlike.data.registry import open_data, vocab_size
 from titanlike.data.sources import Batch, Data
 from titanlike.device.choose import first_device, ranks_of
 from titanlike.device.memory import total_memory
@@ -33,6 +33,7 @@ from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.loss import build_loss
 from titanlike.pipeline.order import Action, Order
 from titanlike.training import checks
+from titanlike.training.known_ids import check_first_ids, vocabulary_of
 from titanlike.training.memory_choices import choose_by_memory
 from titanlike.training.recorded_model import record_model
 from titanlike.training.transforms import model_transforms
@@ -136,7 +137,10 @@ def make_plan(
     zero, why_zero = _choose_zero(config, order.splits_backward)
     whole_numel = sum(parameter.numel() for parameter in model.parameters())
     flops_per_token = _flops_per_token(config, model, data)
-    batch = example_batch(config, data)
+    opened = open_data(config) if data is None and isinstance(config.data, Custom) else data
+    batch = example_batch(config, opened)
+    if opened is not None:
+        check_first_ids(opened, vocabulary_of(model, resolved), config)
     unit = _unit(config, data, batch)
     if problems := field_problems(config, model, fields_of(batch)):
         raise ConfigError(problems)

@@ -334,7 +334,7 @@ class TrainingRun:
         names = ["inputs", *(["targets"] * takes_divided_logits(self.config.loss))]
         if floats or name not in names or not value.is_cpu:  # reading a GPU's would synchronize
             return None
-        known = vocabulary_of(self.plan)
+        known = vocabulary_of(self.plan.model_graph.model, self.plan.model)
         ids = value[value != IGNORE] if name == "targets" else value
         low, high = (int(end) for end in ids.aminmax()) if ids.numel() else (0, 0)
         if known is None or (low >= 0 and high < known):
