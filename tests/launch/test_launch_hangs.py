@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,7 @@ from support.models import tiny
 from support.run_files import result
 from support.waiting import until
 from support.world import RankError, run_world
+from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config, Launch
 from titanlike.driver.job import ResultReporter
 from titanlike.launch import torchrun
@@ -44,6 +47,7 @@ from titanlike.launch.heartbeat import Beat, heartbeat_path
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
+from titanlike.training.session import watch_long_steps
 
 HANGS = Launch(timeout=60, step_timeout=2, heartbeat=1)
 
@@ -254,6 +258,24 @@ def test_a_busy_device_queue_is_not_a_hang(tmp_path: Path) -> None:
         for _ in range(4):
             time.sleep(0.4)
             device.stopped_at += 1
+    assert not failures
+
+
+def test_a_checkpoint_that_is_read_part_by_part_is_not_a_hang(tmp_path: Path) -> None:
+    """A load takes longer than its limit, with a part of a file now and then."""
+    worker, folder = Worker(0, 1, 0, 1, tmp_path, None, []), Storage(tmp_path)
+    (tmp_path / "logs").mkdir()
+    folder.write("part", b"x")
+    failures = list[Failure]()
+    data: Any = SimpleNamespace(train=None)
+    settings = Launch(timeout=30, step_timeout=1, heartbeat=1)
+    with Watchdog(worker, settings, failures.append) as watchdog:
+        watch_long_steps(watchdog, data)
+        watchdog.enter_phase(1, "load", 1)
+        with folder.reader("part") as read_into:
+            for _ in range(10):
+                time.sleep(0.4)
+                read_into(0, bytearray(1))
     assert not failures
 
 

@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor
 
 from titanlike.checkpoint.format import WORDS, Piece, SavedTensor, WrittenFile, checksum, header_of
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.storage import MOVED, Storage
 from titanlike.config.files import sync_to_disk
 from titanlike.device.accelerator import pin, unpin
 
@@ -169,6 +169,7 @@ def _write_file(
                 data = values[part.begin : part.begin + part.bytes]
                 sums += xxhash.xxh3_64_hexdigest(data)
                 raw.write(data)
+                MOVED.count += 1
             entries.append((saved.name, begin, piece.offsets, piece.sizes, sums))
             if not any(piece.offsets):  # one rank has the first piece of a tensor
                 tensors[saved.name] = [WORDS[saved.dtype], saved.shape]

@@ -45,6 +45,16 @@ _Result = TypeVar("_Result")
 ReadInto = Callable[[int, Any], int]  # (offset in a file, buffer) -> bytes read
 
 
+class Moved:
+    """Counts what this process reads of checkpoints' files and writes to them, a part of a file at
+    a time: progress, however long it takes."""
+
+    count = 0
+
+
+MOVED = Moved()
+
+
 class UnreadableFile(OSError):
     """A file or folder could not be read in several attempts; its content may be intact."""
 
@@ -188,6 +198,7 @@ class Storage:
             with self._open(name) as file:
                 while part := file.read(_PART):
                     data += part
+                    MOVED.count += 1
                     if len(data) > most:
                         raise NotSmallText(f"has more than {most:,} bytes")
                     if b"\0" in part:
@@ -214,7 +225,9 @@ class Storage:
                         opened.pop().close()
                     raise
 
-            return self._retry(name, attempt)
+            size = self._retry(name, attempt)
+            MOVED.count += 1
+            return size
 
         try:
             yield read_into

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlike.checkpoint.state_dict import sync_tied_copies
+from titanlike.checkpoint.storage import MOVED
 from titanlike.config.errors import ConfigError, Problem, override_text, some_names
 from titanlike.config.imports import quiet_import
 from titanlike.config.schema import Checkpoint, Config
@@ -114,6 +115,7 @@ def start_from_folder(
         for name, parameter in stage.parameters():
             for here, place in pieces(parameter, stage.part(name)):
                 local(parameter)[here].copy_(weights.block(name, shapes[name], place))
+                MOVED.count += 1
         for name, buffer in stage.stage.named_buffers():
             if name in shapes:
                 buffer.copy_(weights.block(name, buffer.shape, (slice(None),) * buffer.dim()))

@@ -37,7 +37,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
@@ -67,7 +67,9 @@ _PATIENCE = 5.0  # seconds without progress on a device until peers' errors are 
 _PEER_INTERVAL = 2.0  # and between two checks
 _REPORTERS = 2  # ranks that report a hang: one of them may hang itself
 _MOST_BEATS = 200.0  # limit of heartbeats per second, of all ranks, on a file server
-_READING = ("data", "load", "evaluation")  # phases in which samples may be read for long
+# what a rank does step by step on purpose -> phases in which it may do that for long
+READING = ("data", "load", "evaluation")  # reads a stream's samples forward
+MOVING = ("load", "save", "export")  # reads, hashes, writes a checkpoint
 # keys of the timeouts of phases, for the error text; others: launch.timeout
 _KEYS = dict.fromkeys(("load", "save", "export"), "checkpoint.timeout")
 
@@ -110,7 +112,7 @@ class Watchdog:
         # a peer did not respond for too long: (the limit, all beats at that time)
         self._lost: tuple[str, dict[int, Beat]] | None = None
         self._host = socket.gethostname()
-        self._samples_read: Callable[[], int] = lambda: 0
+        self._steps: list[tuple[Callable[[], int], Collection[str]]] = []
         self._recording = threading.Thread()
         self._step, self._phase, self._action = 0, "start", ""
         self.enter_phase(0, "start")
@@ -119,10 +121,10 @@ class Watchdog:
         """From now on the progress of a device's queue counts as well; None = it has none."""
         self._queue = queue
 
-    def watch_reading(self, count: Callable[[], int]) -> None:
-        """From now on, where a rank waits for data, the samples that a stream counts as it reads
-        forward are progress. Called in a different thread."""
-        self._samples_read = count
+    def watch_steps(self, count: Callable[[], int], phases: Collection[str]) -> None:
+        """From now on, in these phases, what `count` counts is progress. It is called in a
+        different thread."""
+        self._steps.append((count, phases))
 
     def enter_phase(self, step: int, phase: str, timeout: float | None = None) -> None:
         """Record that this rank begins a phase, in which each action may take `timeout` seconds.
@@ -204,10 +206,12 @@ class Watchdog:
         looks = self._worker.world_size > 1 and self._worker.local_rank < _REPORTERS
         looks, entered = looks or self._reports, None
         reading = self._worker.world_size / 1000  # seconds for all heartbeats, before a collective
-        samples = 0
+        counted: list[int] = []
         while self._sleep(min(1.0, self._shortest / 20)):
-            if samples != (samples := self._samples_read()) and self._phase in _READING:
-                self._since = monotonic()
+            before, counted = counted, [count() for count, _ in self._steps]
+            for last, now, (_, phases) in zip(before, counted, self._steps, strict=False):
+                if last != now and self._phase in phases:
+                    self._since = monotonic()
             if self._queue is not entered and self._queue is not None:
                 self._queue.enter_thread()
                 entered = self._queue

@@ -38,7 +38,7 @@ from titanlike.metrics.console import Console
 from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.build import Run, build
 from titanlike.training.samples import Sampler
-from titanlike.training.session import open_data_on_every_rank
+from titanlike.training.session import open_data_on_every_rank, watch_long_steps
 from titanlike.training.step import evaluate
 
 
@@ -72,8 +72,7 @@ def loaded_run(
         watchdog.enter_phase(0, "connect", config.launch.timeout)
         mesh = open_mesh(config, worker)
         watchdog.watch_device(device_queue(mesh.device))
-        if isinstance(data.train, Stream):
-            watchdog.watch_reading(data.train.samples_read)
+        watch_long_steps(watchdog, data)
         watchdog.enter_phase(0, "build", config.launch.timeout)
         run = build(config, mesh, data)
         watchdog.enter_phase(0, "load", config.checkpoint.timeout)

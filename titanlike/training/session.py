@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.checkpoint.checkpointer import Checkpointer
 from titanlike.checkpoint.discovery import Progress
+from titanlike.checkpoint.storage import MOVED
 from titanlike.config.errors import ConfigError, Refused
 from titanlike.config.parse import to_plain, write_config
 from titanlike.config.schema import ChatData, Config, MemoryProfile, TensorBoard, Wandb
@@ -24,7 +25,7 @@ from titanlike.launch.failures import clear_failures
 from titanlike.launch.rendezvous import DATA_TIMEOUT, barrier
 from titanlike.launch.run_dir_lock import RunDirOwner, lock_as_rank
 from titanlike.launch.signals import stop_reason
-from titanlike.launch.watchdog import Watchdog
+from titanlike.launch.watchdog import MOVING, READING, Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.metrics.run_files import Events, RunFiles, log_start
@@ -126,6 +127,13 @@ def connect(config: Config, worker: Worker) -> Mesh:
         return open_mesh(config, worker)
 
 
+def watch_long_steps(watchdog: Watchdog, data: Data) -> None:
+    """Let what is done step by step on purpose, and takes long, be progress."""
+    watchdog.watch_steps(lambda: MOVED.count, MOVING)
+    if isinstance(data.train, Stream):
+        watchdog.watch_steps(data.train.samples_read, READING)
+
+
 @contextmanager
 def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator[Session]:
     """Open all resources of a run, resumed from the newest checkpoint; on exit, write its final
@@ -135,8 +143,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
     """
     watchdog.enter_phase(0, "start", 0)  # one process may tokenize for hours
     data = open_data_on_every_rank(config, worker)
-    if isinstance(data.train, Stream):
-        watchdog.watch_reading(data.train.samples_read)
+    watch_long_steps(watchdog, data)
     device, _ = choose_device(config, worker.local_rank, worker.local_world_size)
     worker.resources.enter_context(near_device(device))
     watchdog.enter_phase(0, "connect", config.launch.timeout)
