@@ -130,6 +130,8 @@ def _described(data: bytes) -> dict[str, list[tuple[SavedTensor, Any, Any]]]:
         word = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else "no dtype"
         if word not in WORDS:
             raise ValueError(f"{index.fqn:.80} is of {word}, which safetensors cannot hold")
+        if not (_is_plain(entry.size) and _is_plain(index.offset) and _is_plain(place)):
+            raise ValueError(f"does not describe {index.fqn:.80}")
         saved = SavedTensor(index.fqn, word, tuple(entry.size))
         of_files.setdefault(place.relative_path, []).append((saved, index.offset, place))
     return dict(sorted(of_files.items()))
@@ -176,11 +178,62 @@ def _read(folder: Storage, name: str) -> bytes:
         return bytes(data[: read_into(0, data)])
 
 
+_MOST_SIZES = 64  # of a shape
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether this is a text, a number, a name, a shape, or an object that consists of them:
+    what is hashed, compared and printed at once. Tuples of one and the same tuple, 40 deep, are
+    not."""
+    if isinstance(value, (tuple, list)):
+        return len(value) <= _MOST_SIZES and all(type(one) is int for one in value)
+    if value is None or isinstance(value, (str, int, float, type, torch.dtype)):
+        return True
+    return _is_of_torch(value) and all(
+        _is_plain(one) and not _is_of_torch(one) for one in vars(value).values()
+    )
+
+
+def _is_of_torch(value: Any) -> bool:
+    return type(value).__module__.startswith(f"{_DCP}.")
+
+
 class _Unpickler(pickle._Unpickler):
     """Of `.metadata`: resolves what torch's description of tensors consists of, nothing else. In
     Python: that of C allocates what the file says."""
 
-    dispatch = {c: f for c, f in pickle._Unpickler.dispatch.items() if c != pickle.BYTEARRAY8[0]}
+    def load_reduce(self) -> None:
+        self._check(self.stack[-1])
+        super().load_reduce()
+
+    def load_newobj(self) -> None:
+        self._check(self.stack[-1])
+        super().load_newobj()
+
+    def load_setitem(self) -> None:
+        self._check(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        self._check(self.stack[::2])
+        super().load_setitems()
+
+    def _check(self, values: Any) -> None:
+        """Raise ValueError unless these arguments, or keys, are plain."""
+        if not all(map(_is_plain, values)):
+            raise ValueError(f"{OLD_INDEX} has what no checkpoint needs")
+
+    dispatch = pickle._Unpickler.dispatch | {
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+    }
+    for _opcode in (
+        *(pickle.BYTEARRAY8, pickle.FROZENSET, pickle.ADDITEMS),
+        *(pickle.NEWOBJ_EX, pickle.INST, pickle.OBJ),
+    ):
+        del dispatch[_opcode[0]]
 
     _NAMES = {
         **dict.fromkeys(["dict", "list", "set", "tuple"], "builtins"),

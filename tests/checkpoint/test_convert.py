@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,11 @@ def test_a_planted_pickle_is_not_run(
     assert "asks for" in capsys.readouterr().out and not (tmp_path / "ran").exists()
 
 
+def described(step: Path, metadata: bytes) -> None:
+    (step / ".metadata").write_bytes(metadata)
+    seal(step)
+
+
 LARGE = pickle.PROTO + b"\x04N" + pickle.LONG_BINPUT + b"\xff" * 4 + pickle.STOP
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "files.json": (lambda step: flip(step / "files.json"), "files.json does not match"),
@@ -129,6 +135,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a place": (lambda step: placed(step, -1, 9), "it has no 9 bytes at -1"),
     "a dtype": (lambda step: as_before(step, {"x": DOUBLE}), "x is of complex128, which"),
 }
+# a tuple of one tuple twice, 40 deep: its hash, and its text, would have no end
+NESTED = pickle.EMPTY_TUPLE + (pickle.BINPUT + b"\0" + pickle.BINGET + b"\0\x86") * 40
+LAYOUT = b"ctorch.serialization\n_get_layout\n"
+DAMAGES |= {
+    f"nested: {case}": (partial(described, metadata=b"\x80\2" + data + pickle.STOP), ".metadata is")
+    for case, data in {
+        "a key": pickle.EMPTY_DICT + NESTED + b"N" + pickle.SETITEM,
+        "keys": b"}(" + NESTED + b"N" + pickle.SETITEMS,
+        "an argument": LAYOUT + NESTED + pickle.TUPLE1 + pickle.REDUCE,
+        "a set": b"cbuiltins\nset\n](" + NESTED + pickle.APPENDS + pickle.TUPLE1 + pickle.REDUCE,
+        "a new set": pickle.EMPTY_SET + b"(" + NESTED + pickle.ADDITEMS,
+    }.items()
+}
+DAMAGES["nested: a shape"] = (lambda step: shaped(step), ".metadata is not what")
 DOUBLE = torch.zeros(2, dtype=torch.complex128)
 
 
@@ -138,9 +158,11 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def described(step: Path, metadata: bytes) -> None:
-    (step / ".metadata").write_bytes(metadata)
-    seal(step)
+def shaped(step: Path) -> None:
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    for entry in metadata.state_dict_metadata.values():
+        entry.size = pickle.loads(b"\x80\2" + NESTED + pickle.STOP)
+    described(step, pickle.dumps(metadata))
 
 
 def placed(step: Path, offset: int, length: int) -> None:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import xxhash
 
-from titanlike.checkpoint import storage
-from titanlike.checkpoint.format import WORDS, Index, SavedTensor
-from titanlike.checkpoint.integrity import CheckpointHeader, commit, open_header
+from titanlike.checkpoint import integrity, reader, storage
+from titanlike.checkpoint.format import WORDS, Index, SavedTensor, checksum
+from titanlike.checkpoint.integrity import CheckpointHeader, check_all, commit, open_header
 from titanlike.checkpoint.reader import ShardReader, read
 from titanlike.checkpoint.staging import write_pieces
-from titanlike.checkpoint.storage import DamagedCheckpoint, Storage
+from titanlike.checkpoint.storage import INDEX, MARKER, DamagedCheckpoint, Storage
 from titanlike.checkpoint.writer import _keys, assign, prepare_save, write_checkpoint
 from titanlike.distributed.placement import Blocks
 
@@ -108,6 +111,78 @@ def test_a_shard_reads_the_parts_that_it_needs(header: CheckpointHeader) -> None
         read(header, {"w": Blocks(held, VALUES.shape, {(400, 0): held})}, None)
     assert torch.equal(held, VALUES[400:450])
     assert sum(counts) == 262 * 4 * COLUMNS, "of 1.5 MB, one MiB in rows"
+
+
+@pytest.mark.parametrize("url", ["memory://parts/step", ""])
+def test_each_part_that_is_read_or_written_counts_as_progress(url: str, tmp_path: Path) -> None:
+    """Also of an object store, where a piece of gigabytes is not one request."""
+    folder, saved = Storage(url or str(tmp_path)), SavedTensor("w", "float32", VALUES.shape)
+    folder.make()
+    begin = storage.MOVED.count
+    files = write_pieces(folder, 0, [(saved, (0, 0), VALUES)])
+    assert storage.MOVED.count - begin >= 3, "a MiB each"
+    commit(folder, files, {"step": 1, "progress": {}, "val_loss": None, "same": {}, "sequences": 1})
+    header, begin = open_header(folder), storage.MOVED.count
+    with mock.patch.object(reader, "_AT_ONCE", 2**20):
+        held = torch.zeros_like(VALUES)
+        read(header, {"w": held}, None)
+    assert torch.equal(held, VALUES)
+    assert 3 <= storage.MOVED.count - begin <= 4
+    begin = storage.MOVED.count
+    check_all(folder)
+    assert storage.MOVED.count - begin >= 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [((1, 2**20 + 5), 5), ((3, 2**19), 6), ((2, 1, 3, 2**18 + 1), 12), ((2**19, 2), 4), ((), 1)],
+)
+def test_a_row_longer_than_a_checksums_bytes_has_several(
+    shape: tuple[int, ...], parts: int, tmp_path: Path
+) -> None:
+    """Of an expert's matrix, or of all weights in one row: a byte is found in its MiB. What the
+    version before wrote, one checksum a row, is read as before."""
+    values = torch.arange(prod(shape), dtype=torch.float32).view(shape)
+    folder, saved = Storage(tmp_path / "step-00000001"), SavedTensor("w", "float32", shape)
+    folder.make()
+    state = {"step": 1, "progress": {}, "val_loss": None, "same": {}, "sequences": 1}
+    commit(folder, write_pieces(folder, 0, [(saved, (0,) * len(shape), values)]), state)
+    header = open_header(folder)
+    [piece] = header.pieces()["w"]
+    assert [part.bytes <= 2**20 for part in piece.parts()] == [True] * parts
+    assert len(piece.sums) == 16 * parts
+    held = torch.zeros_like(values)
+    read(header, {"w": held}, None)
+    assert torch.equal(held, values)
+    if len(shape) > 1:  # a shard of the last dimension
+        half = values[..., 1000:3000].contiguous()
+        block = torch.zeros_like(half)
+        at = (*[0] * (len(shape) - 1), 1000)
+        read(header, {"w": Blocks(block, values.shape, {at: block})}, None)
+        assert torch.equal(block, half)
+    if prod(shape[1:]) * 4 > 2**20:
+        sums = "".join(xxhash.xxh3_64_hexdigest(row.numpy().tobytes()) for row in values)
+        before = piece._replace(sums=sums)
+        assert before.has_all_sums
+        assert [part.sums for part in before.parts()] == re.findall("." * 16, sums)
+    assert not piece._replace(sums=piece.sums + "0" * 16).has_all_sums
+
+
+def test_an_index_of_more_than_its_files_need_is_refused_before_it_is_parsed(
+    tmp_path: Path,
+) -> None:
+    folder, saved = Storage(tmp_path), SavedTensor("w", "float32", (2,))
+    files = write_pieces(folder, 0, [(saved, (0,), torch.ones(2))])
+    commit(folder, files, {"step": 1, "progress": {}, "val_loss": None, "same": {}, "sequences": 1})
+    more = "".join(f' "{n}": ["F32", [0]],\n' for n in range(100_000)).encode()
+    text = folder.read(INDEX).replace(b'"tensors": {\n', b'"tensors": {\n' + more)
+    folder.write(INDEX, text)
+    folder.write(MARKER, checksum(text).encode() + b"\n")
+    with (
+        mock.patch.object(integrity, "parse_index", side_effect=AssertionError("it is parsed")),
+        pytest.raises(DamagedCheckpoint, match=r"index.json has more than 1,[01]\d\d,\d{3} bytes"),
+    ):
+        open_header(folder)
 
 
 def test_damage_in_any_byte_of_a_large_tensor_is_detected(header: CheckpointHeader) -> None:

@@ -10,7 +10,7 @@ of safetensors a piece is a tensor.
 index.json is JSON, written in lines: first what a checkpoint is, then the pieces, a line for each
 file, which are parsed when tensors are read. Each rank makes its own line, and rank 0 joins them:
 "pieces" has, for each file, [name, begin, offsets, sizes, checksums]; `begin` counts from the end
-of the header, and there is an xxh3 of 16 hexadecimal digits for each `rows_per_sum` rows.
+of the header, and there is an xxh3 of 16 hexadecimal digits for each of `Piece.parts`.
 
 Files that others wrote are read here: what does not fit the files' sizes is refused. No torch.
 """
@@ -22,6 +22,7 @@ import re
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,9 +30,10 @@ import xxhash
 
 from titanlike.config.files import LARGEST, parse_object
 
-FORMAT = 3  # 1 and 2 were torch's, pickled
+FORMAT = 4  # 1 and 2 were torch's, pickled; 3 had no checksums within a row
+_READ = (3, FORMAT)
 FILE = re.compile(r"rank-\d{5,}(-\d+)?\.safetensors")
-BLOCK = 2**20  # bytes of a checksum, at least a row
+BLOCK = 2**20  # bytes of a checksum
 # safetensors' words -> torch's name, and bytes of an element
 DTYPES = {
     **{"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2)},
@@ -98,25 +100,35 @@ class Piece(NamedTuple):
         return (self.sizes[0] if self.sizes else 1) if prod(self.sizes) else 0
 
     @property
-    def sums_needed(self) -> int:
-        return -(-self.rows // rows_per_sum(self.sizes, self.item_size))
+    def has_all_sums(self) -> bool:
+        dim, step = self._cut()
+        each = -(-self.sizes[dim] // step) if self.sizes else 1
+        return len(self.sums) == 16 * prod(self.sizes[:dim]) * each * bool(self.rows)
 
     def parts(self) -> Iterator[Piece]:
-        """Yield the rows that share a checksum, one after another."""
-        step, rows = rows_per_sum(self.sizes, self.item_size), self.rows
-        for i, row in enumerate(range(0, rows, step)):
-            offsets, sizes = self.offsets, self.sizes
-            if sizes:
-                offsets = (offsets[0] + row, *offsets[1:])
-                sizes = (min(step, rows - row), *sizes[1:])
-            begin = self.begin + row * self.bytes // rows
+        """Yield the blocks that have a checksum each, one after another: rows, or of a row longer
+        than BLOCK its parts."""
+        (dim, step), begin = self._cut(), self.begin
+        outer = product(*map(range, self.sizes[:dim]))
+        length = self.sizes[dim] if self.sizes else 1
+        places = ((*at, start) for at in outer for start in range(0, length, step))
+        for i, place in enumerate(places if self.rows else ()):
+            inside = zip(place, self.offsets, strict=False)
+            offsets = (*(at + offset for at, offset in inside), *self.offsets[dim + 1 :])
+            last = min(step, length - place[-1])
+            sizes = (*[1] * dim, last, *self.sizes[dim + 1 :]) if self.sizes else ()
             sums = self.sums[16 * i : 16 * (i + 1)]
-            yield Piece(self.name, offsets, sizes, self.item_size, self.file, begin, sums)
+            part = Piece(self.name, offsets, sizes, self.item_size, self.file, begin, sums)
+            begin += part.bytes
+            yield part
 
-
-def rows_per_sum(sizes: Sequence[int], item_size: int) -> int:
-    """Return how many rows (first dimension) of a piece have one checksum."""
-    return max(1, BLOCK // max(1, prod(sizes[1:]) * item_size))
+    def _cut(self) -> tuple[int, int]:
+        """Return the dimension along which values share a checksum, and how many of it do."""
+        for dim in range(len(self.sizes)):
+            inner = max(1, prod(self.sizes[dim + 1 :]) * self.item_size)
+            if inner <= BLOCK or len(self.sums) == 16 * self.rows:  # as format 3, which had rows
+                return dim, max(1, BLOCK // inner)
+        return 0, 1
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -220,7 +232,7 @@ class Index:
                 raise ValueError(f"has a piece of {name:.80} that cannot be in {file}")
             at = self.files[file][1][0] + begin
             piece = Piece(name, (*offsets,), (*sizes,), tensor.item_size, file, at, sums)
-            if len(sums) != 16 * piece.sums_needed:
+            if not piece.has_all_sums:
                 raise ValueError(f"has not all checksums of a piece of {name}")
             if at < end or (strict and at > end) or at + piece.bytes > size:
                 raise ValueError(f"has a piece of {name} in bytes of {file} that are not its own")
@@ -256,7 +268,7 @@ def parse_index(text: bytes) -> Index:
             "written by a later one"
         )
     tensors, files = content.get("tensors"), content.get("files")
-    whole = separator and rest.endswith(b"\n}\n}\n") and content.get("format") == FORMAT
+    whole = separator and rest.endswith(b"\n}\n}\n") and content.get("format") in _READ
     if not (whole and isinstance(tensors, dict) and isinstance(files, dict)):
         raise ValueError("is no index of a checkpoint")
     named = {name: _tensor(name, entry) for name, entry in tensors.items()}

@@ -72,7 +72,8 @@ _STEP_IN_NAME = re.compile(r"(?:step|model)-(\d{8,})")
 _READ = 2**20  # bytes read at a time
 _MOST_WRONG = 100  # files; with more, no other is read
 _MARK = 2**16  # bytes of a marker
-_LEAST_INDEX, _MOST_INDEX = 2**24, 2**30  # bytes: any index may have the one, none has the other
+_LEAST_INDEX, _MOST_INDEX = 2**20, 2**30  # bytes: any index may have the one, none has the other
+_PACKED = 4  # times that a file system may compress a file's header
 _SPARSE = 2**36  # bytes of a file that is refused if nearly all of it is a hole
 
 
@@ -189,9 +190,11 @@ def read_index(folder: Storage, marker: str = MARKER) -> Index:
         # a marker made by renaming DAMAGED has the reason above the checksum
         expected = folder.read(marker, _MARK).decode(errors="replace").strip().rpartition("\n")[2]
     with reading(folder, INDEX):
-        # an entry in a file's own header is longer than that in the index
-        files = [name for name, size in sizes.items() if size and FILE.fullmatch(name)]
-        most = min(_MOST_INDEX, _LEAST_INDEX + sum(map(folder.allocated, files)))
+        # an entry in a file's own header is longer than that in the index; of a file system that
+        # does not tell what is allocated, the size counts
+        files = [(n, size) for n, size in sizes.items() if size and FILE.fullmatch(n)]
+        here = sum(_PACKED * folder.allocated(name) or size for name, size in files)
+        most = min(_MOST_INDEX, _LEAST_INDEX + here)
         text = folder.read(INDEX, most)
         if checksum(text) != expected and OLD_INDEX in sizes:  # its conversion was cut off
             raise _old(folder)

@@ -46,6 +46,7 @@ from titanlike.config.schema import Config, Custom
 from titanlike.distributed.placement import Blocks, blocks_of
 
 MOST_BYTES = 2**24  # of rows in memory at a time
+_AT_ONCE = 2**26  # bytes of a request to an object store
 Slices = tuple[slice, ...]
 
 
@@ -184,7 +185,7 @@ def _read_file(folder: Storage, file: str, places: _Places) -> None:
                 if needs or not blocks:
                     wanted.append((part, needs))
             source = read_into
-            if not folder.local and wanted:  # one request
+            if not folder.local and wanted:  # few requests
                 source = _read_ahead(read_into, wanted[0][0].begin, wanted[-1][0])
             for part, needs in wanted:
                 values = next((to for to, _ in needs if _fits(to, part, dtype)), None)
@@ -208,8 +209,9 @@ def _fits(target: Tensor, part: Piece, dtype: torch.dtype) -> bool:
 
 def _read_ahead(read_into: ReadInto, begin: int, last: Piece) -> ReadInto:
     """Read up to the end of a part; return a function that copies from there."""
-    data = memoryview(bytearray(last.begin + last.bytes - begin))
-    here = read_into(begin, data)
+    data, here = memoryview(bytearray(last.begin + last.bytes - begin)), 0
+    for start in range(0, len(data), _AT_ONCE):  # each is progress for the watchdog
+        here += read_into(begin + start, data[start : start + _AT_ONCE])
 
     def copy(start: int, buffer: Any) -> int:
         part = data[start - begin : min(start - begin + len(buffer), here)]
