@@ -178,7 +178,7 @@ def open_data(config: Config) -> Data:
     """Open a config's training and validation data. Collective in a process group: one process per
     machine prepares them (tokenizes). Raises ConfigError."""
     _needs_config(config)
-    return open_data_on_every_rank(config, _worker(config, ()))
+    return open_data_on_every_rank(config, _worker(config, ()), writes=False)
 
 
 def build(
@@ -210,7 +210,7 @@ def build(
     if example is not None:
         config, data = _fed(config, example)
     elif data is None:
-        data = open_data_on_every_rank(config, worker)
+        data = open_data_on_every_rank(config, worker, writes=False)
     alone = not dist.is_initialized()
     mesh = open_mesh(config, replace(worker, run_dir=Path(config.run_dir)))
     refuse_other_data(config, data, mesh, worker)

@@ -27,7 +27,7 @@ from titanlike.data.tokenizer import ByteTokenizer, byte_tokenizer, write_tokeni
 from titanlike.generation.generate import generate, load_model
 from titanlike.launch.worker import Worker
 from titanlike.models.sampling import Sampling
-from titanlike.training.session import open_data_on_every_rank
+from titanlike.training.session import keep_first_day, open_data_on_every_rank
 
 
 def conversation(n: int, turns: int = 1) -> dict[str, Any]:
@@ -64,11 +64,12 @@ def test_a_template_gets_the_day_of_the_runs_first_start(
     config = chat(tmp_path, template=str(tmp_path / "dated.jinja"))
     config = replace(config, run_dir=str(tmp_path / "run"), batch_size=2)
 
-    def ids(day: int, config: Config = config) -> torch.Tensor:
+    def ids(day: int, config: Config = config, writes: bool = True) -> torch.Tensor:
         clock = type("Clock", (datetime,), {"now": classmethod(lambda _: datetime(2026, 2, day))})
         monkeypatch.setattr("titanlike.data.chat.datetime", clock)
         worker = Worker(0, 1, 0, 1, Path(config.run_dir), None, [])
-        return open_data_on_every_rank(config, worker).train[0]["inputs"]
+        data = open_data_on_every_rank(config, worker, writes=writes)
+        return data.train[0]["inputs"]
 
     first = ids(1)
     text = bytes(token for token in first.tolist() if token < 256).decode()
@@ -81,6 +82,13 @@ def test_a_template_gets_the_day_of_the_runs_first_start(
     plain = TextData(path=str(tmp_path / "a.txt"), cache=config.data.cache, documents=True)
     beside = Validation(data={"chats": {"name": "chat", **asdict(config.data)}})
     assert len(ids(5, replace(config, data=plain, validation=beside))) == 160
+    mine = replace(config, run_dir=str(tmp_path / "a loop of one's own"))
+    began = ids(7, mine, writes=False)
+    assert bytes(token for token in began.tolist() if token < 256).startswith(b"07 Feb 2026")
+    assert not Path(mine.run_dir).exists(), "the library's open_data writes nothing"
+    assert torch.equal(began, ids(8, mine, writes=False)), "until the run is saved"
+    keep_first_day(mine)
+    assert (Path(mine.run_dir) / "first_day").read_text() == "2026-02-07"
     other = replace(config, run_dir=str(tmp_path / "other"))
     assert not torch.equal(first, ids(3, other)), "a run of its own"
     later = run_world(ids_of_rank, replace(other, dp=2), tmp_path / "later")

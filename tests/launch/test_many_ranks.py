@@ -24,7 +24,7 @@ from titanlike.config.schema import Config
 from titanlike.distributed.collectives import gather_objects, scatter_objects
 from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.failures import describe
-from titanlike.launch.rendezvous import BarrierTimeout, barrier, start_together
+from titanlike.launch.rendezvous import DATA_TIMEOUT, BarrierTimeout, barrier, start_together
 from titanlike.launch.torchrun import start_id
 from titanlike.launch.worker import Worker
 
@@ -131,6 +131,19 @@ def test_missing_ranks_are_named_in_few_requests(port: int) -> None:
         text.startswith(f"rank {named} and 12 more did not reach the job's data") for text in texts
     )
     assert max(requests) <= 4
+
+
+@pytest.mark.parametrize("seconds", [60.0, DATA_TIMEOUT])
+def test_the_limit_of_a_barrier_is_the_one_that_is_named(seconds: float) -> None:
+    class Passed(Counted):
+        def wait(self, *args: Any) -> None:
+            raise RuntimeError("wait timeout")
+
+    store = Passed(dist.HashStore())
+    with pytest.raises(BarrierTimeout) as error:
+        barrier(Worker(0, 2, 0, 2, Path(), store, []), "data", seconds)
+    limit = "60 s (launch.timeout)" if seconds == 60 else "86400 s (a day, which no key changes)"
+    assert f"rank 1 did not reach the job's data in {limit}" in str(error.value)
 
 
 def sockets() -> int:

@@ -495,15 +495,23 @@ def _refuse(reason: str) -> None:
     raise ValueError(reason)
 
 
+_BEGUN: dict[str, str] = {}  # run_dir -> day, of runs of this process that have kept nothing yet
+
+
+def begin_on(run_dir: str | Path, day: str) -> None:
+    """Let a run's first day be this one, without writing it."""
+    _BEGUN[str(run_dir)] = day
+
+
 def first_day(run_dir: str | Path = "", keep: str = "") -> str:
     """The day of a run's first start, YYYY-MM-DD: that kept in run_dir, or in its parent for a job
-    on a run, else `keep`, which is then kept there, else today."""
+    on a run, else `keep`, which is then kept there, else that of `begin_on`, else today."""
     for folder in (Path(run_dir), Path(run_dir).parent) if run_dir else ():
         with contextlib.suppress(OSError, ValueError), open_regular(folder / "first_day") as file:
             return str(datetime.fromisoformat(file.read(10).decode()).date())
     if keep:
         atomic_write_text(Path(run_dir) / "first_day", keep)
-    return keep or str(datetime.now().date())
+    return keep or _BEGUN.get(str(run_dir)) or str(datetime.now().date())
 
 
 def find_template(

@@ -77,8 +77,10 @@ def barrier(
         who = f"rank {in_words(missing)} did not reach"
         if not missing:
             who = "a rank ended while it reached"
+        of_config = timeout < DATA_TIMEOUT  # data, and a reference for verify, have a day
+        limit = "launch.timeout" if of_config else "a day, which no key changes"
         raise BarrierTimeout(
-            f"{who} the job's {name} in {timeout:g} s (launch.timeout); see their logs, and check "
+            f"{who} the job's {name} in {timeout:g} s ({limit}); see their logs, and check "
             "that their machines are up",
             missing,
         ) from None

@@ -304,6 +304,8 @@ class ExpertBalance(Transform):
             relative = counts / counts.double().mean().clamp(min=1)
             expected = self._tokens.double() * layer.experts.top_k
             dropped = 1 - counts.sum() / expected
+            if self._parts:  # padding, which a user's own mixture may count
+                dropped = dropped.clamp(min=0)
             loads.append(torch.stack([relative.max(), -relative.min(), dropped]))
         self.loads = torch.stack(loads).amax(0).float()
 

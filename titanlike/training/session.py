@@ -93,22 +93,20 @@ class Session:
             self.files.check()
 
 
-def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
+def open_data_on_every_rank(config: Config, worker: Worker, *, writes: bool = True) -> Data:
     """Open the data; one process a machine prepares it (tokenizes) before the others read.
 
-    Called before there is a process group: preparing may take longer than its timeout. Raises
+    Called before there is a process group: preparing may take longer than its timeout. writes:
+    whether run_dir may be written; else `keep_first_day` is to be called once it is. Raises
     ConfigError for an error in the data.
     """
-    read = [config.data]
-    if config.validation.data:
-        from titanlike.data.validation_sets import sections
-
-        read += sections(config).values()
-    if any(isinstance(one, ChatData) for one in read):  # whose template may tell the day
-        from titanlike.data.chat import first_day
+    if reads_chats(config):  # whose template may tell the day
+        from titanlike.data.chat import begin_on, first_day
 
         day = barrier(worker, "day", DATA_TIMEOUT, first_day(config.run_dir), listens=True)[0]
-        first_day(config.run_dir, day)
+        begin_on(config.run_dir, day)
+        if writes:
+            first_day(config.run_dir, day)
     try:
         if worker.local_rank == 0:
             data = open_data(config)
@@ -117,6 +115,23 @@ def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
         return data if worker.local_rank == 0 else open_data(config)
     except DataError as error:
         raise ConfigError([error.problem]) from None
+
+
+def reads_chats(config: Config) -> bool:
+    read = [config.data]
+    if config.validation.data:
+        from titanlike.data.validation_sets import sections
+
+        read += sections(config).values()
+    return any(isinstance(one, ChatData) for one in read)
+
+
+def keep_first_day(config: Config) -> None:
+    """Keep the day that chats were rendered with in run_dir."""
+    if reads_chats(config):
+        from titanlike.data.chat import first_day
+
+        first_day(config.run_dir, first_day(config.run_dir))
 
 
 def connect(config: Config, worker: Worker) -> Mesh:

@@ -40,6 +40,7 @@ from titanlike.training.checks import may_mix_samples
 from titanlike.training.device_batches import to_device
 from titanlike.training.known_ids import vocabulary_of
 from titanlike.training.layout import layout
+from titanlike.training.session import keep_first_day
 from titanlike.training.step import measured_step
 from titanlike.training.step import validate as validation_losses
 
@@ -181,6 +182,7 @@ class TrainingRun:
         with self._collective("save"):
             if self._worker.rank == 0:
                 write_config(self.config, self._worker.run_dir)
+                keep_first_day(self.config)
             self._checkpointer.save(self._progress)
             self._checkpointer.finish(self._progress, done=False)  # waits, as checkpoint.mode=sync
         path = str(self._checkpointer.folder_of(self.steps))
