@@ -99,7 +99,7 @@ def compose(*overrides: str, check: bool = True, **values: Any) -> Config:
     if config is not None and check:
         problems = problems + config_problems(config, None, problems)
     elif config is not None and not problems:
-        problems = validate.out_of_bounds(config) or validate.problems(config)
+        problems = validate.problems(config)
     if problems or config is None:
         raise ConfigError(problem.hiding(checked.environment) for problem in problems)
     return config
@@ -202,8 +202,7 @@ def build(
         reason = "a loop of your own has to go back by itself: call load()"
         problems.append(Problem(key, "rollback", reason, f"{key}=skip"))
     worker = _worker(config, callbacks)
-    if not (wrong := validate.out_of_bounds(config)):
-        wrong = validate.problems(config, worker.world_size)
+    wrong = validate.problems(config, worker.world_size)
     if problems + wrong:
         raise ConfigError(problems + wrong)
     config = _agreed(config, worker)

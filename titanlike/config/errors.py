@@ -104,16 +104,6 @@ def as_typed(words: Iterable[str]) -> str:
     return " ".join(map(typed, words))
 
 
-def typed_words(fix: str) -> list[str]:
-    """Split a fix's first alternative into overrides; [] for a sentence."""
-    try:
-        words = shlex.split(fix.partition(" or ")[0].rstrip(","))
-    except ValueError:
-        return []
-    flag = words[:1] == ["-m"]
-    return words if all(re.match(r"[\w./]+=", word) for word in words[flag:]) else []
-
-
 def as_override(key: str, value: Any) -> str:
     """Return the override that sets a key, quoted for a shell."""
 

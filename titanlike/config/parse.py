@@ -25,7 +25,7 @@ from typing import Any, Literal, Union
 
 from titanlike.config.errors import Problem, abbreviates, as_override, nearest, override_text
 from titanlike.config.files import atomic_write_text, same_folder
-from titanlike.config.keys import Batches, Bytes, Paths, Seconds
+from titanlike.config.keys import Batches, Bytes, Paths, Seconds, field_problems
 from titanlike.config.program import conf_dir, train_program
 from titanlike.config.schema import (
     OPEN_GROUPS,
@@ -99,6 +99,8 @@ def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Pro
             value = _group(name, plain[name], problems)
         else:
             value = convert(hints[name], plain[name], key, problems, _default(field))
+        if len(problems) == before and not dataclasses.is_dataclass(value):
+            problems += field_problems(field, value, key)
         if len(problems) == before or dataclasses.is_dataclass(value):
             values[name] = value
     for name, field in fields.items():
@@ -135,7 +137,11 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
         fields = {field.name for field in dataclasses.fields(kind)} - {"args"}
         known = {key: value for key, value in plain.items() if key in fields}
         made = _dataclass(kind, known, f"{group}.", problems)
-        made.args = {key: value for key, value in plain.items() if key not in fields}
+        args = {key: value for key, value in plain.items() if key not in fields}
+        wrong = [*field_problems(Custom.__dataclass_fields__["args"], args, group)]
+        problems += wrong
+        keys = {problem.key.partition("[")[0].split(".")[1] for problem in wrong}
+        made.args = {key: value for key, value in args.items() if key not in keys}
         return made
     if name not in variants:
         near = nearest(name, variants)
@@ -195,9 +201,14 @@ def convert(
         expected, example = "must be a path, or a list of paths", "[a/,b/]"
     elif origin is list:
         if isinstance(value, (list, tuple)):
-            items = enumerate(value)
-            return [convert(arguments[0], item, f"{key}[{i}]", problems) for i, item in items]
-        wrong: list[Problem] = []
+            items, wrong = enumerate(value), list[Problem]()
+            made = [convert(arguments[0], item, f"{key}[{i}]", wrong) for i, item in items]
+            shown = default() if callable(default) else default
+            whole = as_override(key, shown) if isinstance(shown, list) and shown else ""
+            # the fix of an item, which no override can set, is a whole list
+            problems += [replace(p, fix=whole if "]=" in p.fix else p.fix) for p in wrong]
+            return made
+        wrong = []
         expected = "must be a list"
         convert(arguments[0], value, key, wrong)
         fix = "" if wrong or not str(value).isprintable() else as_override(key, [value])

@@ -1,13 +1,9 @@
-"""Checks of a parsed config that need no other package: bounds and conditions of values, declared
-with the keys (`keys.key`), and rules between keys (`RULES`). Other packages have rules of the same
-form; `driver.checks` collects all."""
+"""Rules between the keys of a parsed config that need no other package (`RULES`). Other packages have
+rules of the same form; `driver.checks` collects all."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import operator
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,15 +13,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from titanlike.config.errors import Problem, nearest, override_text, typed_words
-from titanlike.config.keys import BOUNDS, MAX_VOCAB
-from titanlike.config.parse import parse, to_plain
+from titanlike.config.errors import Problem, nearest, override_text
+from titanlike.config.keys import value_problems
 from titanlike.config.schema import (
     MESH_AXES,
     OBJECTIVES,
-    VARIANTS,
     AutoSchedule,
     Config,
     CsvSchedule,
@@ -41,142 +33,16 @@ from titanlike.config.schema import (
 MAX_STAGES = 256
 MAX_TENSOR_RANKS = 256
 MAX_BATCH = 2**20  # sequences per dp rank and step
-_MOST_ITEMS = 10_000  # length limit of a list
-_MOST_OF_ARGUMENT = {  # of a model's constructor, and of a user's own data
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "layers"), 2_000),
-    **dict.fromkeys(("hidden_size", "n_embd", "dim"), 2**20),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 2**16),
-    "intermediate_size": 2**24,
-    **dict.fromkeys(("max_seq_len", "n_positions", "max_position_embeddings"), 2**27),
-    "vocab_size": MAX_VOCAB,
-}
 _MAX_MESHES = 3  # meshes that an error proposes
 MESH_KEYS = (*MESH_AXES, "ep", "replicate", "batch_size", "seq_len")  # keys that define the mesh
 
 
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     """Return every problem of a parsed config. world_size: processes that were launched for it."""
-    if impossible := out_of_bounds(config):
-        return impossible  # no further checks, which compute with these values
-    wrong = [problem for problem, _ in value_problems(config)]
-    known = {problem.key.partition("[")[0] for problem in wrong}
-    config = fixed(config, wrong)
+    if wrong := [*value_problems(config)]:  # of a config that was not parsed, but made in Python
+        return wrong
     rules = MESH_RULES + STEP_RULES + EXACT_RULES + RULES
-    others = [*broken_rules(rules, config), *_not_started(config, world_size), *_ramp(config)]
-    return wrong + [other for other in others if other.key.partition("[")[0] not in known]
-
-
-def fixed(config: Config, problems: Iterable[Problem]) -> Config:
-    """Apply the first alternative of each fix that is overrides, to find further problems."""
-    plain = None
-    for problem in problems:
-        for word in typed_words(problem.fix):
-            plain = to_plain(config) if plain is None else plain
-            key, value = word.split("=", 1)
-            group, _, name = key.partition(".")
-            if name and isinstance(plain.get(group), dict):
-                plain[group][name] = yaml.safe_load(value)
-            elif not name:
-                plain[group] = {"name": value} if group in VARIANTS else yaml.safe_load(value)
-    return config if plain is None else parse(plain)[0]
-
-
-def sweep_problems(config: Config) -> list[Problem]:
-    """Return problems of the sweep section, whatever the jobs are."""
-    rules = [rule for rule in RULES if rule.key.startswith("sweep.")]
-    return [*(p for p, _ in value_problems(config.sweep, "sweep")), *broken_rules(rules, config)]
-
-
-# --- values, by themselves ------------------------------------------------------------------------
-
-_NONE = dataclasses.MISSING  # no proposal
-_SIDES = {  # name of a bound -> its text, its predicate
-    **{"ge": ("at least", operator.ge), "gt": ("above", operator.gt)},
-    **{"le": ("at most", operator.le), "lt": ("below", operator.lt)},
-}
-
-
-def out_of_bounds(config: Config) -> list[Problem]:
-    """Return problems of numbers that would overflow further checks or make them very slow."""
-    return [problem for problem, fatal in value_problems(config) if fatal]
-
-
-def value_problems(owner: Any, prefix: str = "") -> Iterator[tuple[Problem, bool]]:
-    """Yield the problems of the values of a config, or of a part whose keys begin with `prefix`;
-    each with whether later checks cannot compute with the value."""
-    for key, value, metadata, default in _values(owner, prefix):
-        plain_key, bounds = key.partition("[")[0], metadata["bounds"]
-        if isinstance(value, (list, tuple)):
-            if len(value) > _MOST_ITEMS:
-                yield Problem(key, f"[{len(value)} items]", f"has more than {_MOST_ITEMS}"), True
-            elif len(value) != bounds.get("items", len(value)):
-                reason = f"must be {bounds['items']} numbers"
-                yield Problem(key, value, reason, _override(key, default)), False
-            continue
-        if isinstance(value, str):
-            reasons = (reason for holds, reason in metadata["texts"] if not holds(value))
-            if reason := next(reasons, ""):
-                fix = _override(plain_key, bounds.get("example", "NAME"))
-                yield Problem(plain_key, value, reason, fix), False
-            continue
-        finite, is_bytes = value - value == 0, bounds["le"] == BOUNDS["Bytes"]["le"]
-        sides = (side for side in _SIDES if side in bounds and finite)
-        side = next((side for side in sides if not _SIDES[side][1](value, bounds[side])), "")
-        if side:
-            limit = f"{bounds[side] >> 20}MiB" if is_bytes else bounds[side]
-            reason = f"must be {_SIDES[side][0]} {limit}"
-        elif finite and value >= -bounds["le"]:
-            continue
-        else:
-            reason = "is too far below 0" if finite else "must be finite"
-        fix = default
-        if isinstance(value, int) and side in ("ge", "le") and "[" not in key:
-            fix = bounds[side] if side == "le" else bounds.get("example", bounds["ge"])
-        if is_bytes and 0 < value < 1024:
-            fix = f"{value}GiB"
-        fix = "" if fix in ([], _NONE) else _override(plain_key, fix)
-        yield Problem(key, value, reason, fix), side in ("", "le")
-
-
-def _override(key: str, value: Any) -> str:
-    text = override_text(value)
-    if match := re.fullmatch(r"(optimizer\.groups)\.(.+)\.(\w+)", key):  # set within the mapping
-        return f"'{match[1]}={{{match[2]}:{{{match[3]}:{text}}}}}'"
-    return f"{key}={text}"
-
-
-def _values(owner: Any, key: str) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
-    """Yield (key, value, bounds and conditions, proposal) of each number, text and list in a
-    config."""
-
-    def inside(value: Any, key: str, metadata: dict[str, Any], default: Any) -> Iterator[Any]:
-        if isinstance(value, (list, tuple)):
-            yield key, value, metadata, default
-            for i, item in enumerate(value[:_MOST_ITEMS]):
-                yield from inside(item, f"{key}[{i}]", metadata, default)
-        elif isinstance(value, dict):
-            for name, item in value.items():
-                most = _MOST_OF_ARGUMENT.get(name, BOUNDS["int"]["le"])
-                yield from inside(
-                    item, f"{key}.{name}", {"bounds": {"le": most}, "texts": ()}, _NONE
-                )
-        elif dataclasses.is_dataclass(value):
-            yield from _values(value, key)
-        elif isinstance(value, (int, float, str)) and not isinstance(value, bool):
-            yield key, value, metadata, default
-
-    for field in dataclasses.fields(owner):
-        arguments = isinstance(owner, Custom) and field.name == "args"
-        name = key if arguments else f"{key}.{field.name}".lstrip(".")
-        kind = next((kind for kind in BOUNDS if kind in str(field.type)), "float")
-        bounds = BOUNDS[kind] | field.metadata.get("bounds", {})
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        elif default is None or default is _NONE:  # null, or required
-            default = bounds.get("example", default)
-        metadata = {"bounds": bounds, "texts": field.metadata.get("texts", ())}
-        yield from inside(getattr(owner, field.name), name, metadata, default)
+    return [*broken_rules(rules, config), *_not_started(config, world_size), *_ramp(config)]
 
 
 # --- rules between keys ---------------------------------------------------------------------------
@@ -196,8 +62,7 @@ class Rule(NamedTuple):
 
 
 def broken_rules(rules: Iterable[Rule], config: Config, *facts: Any) -> Iterator[Problem]:
-    """Yield the problem of each key that breaks a rule, only the first per key. Each alternative of
-    a fix has been tried and solves the problem.
+    """Yield the problem of each key that breaks a rule, only the first per key.
 
     facts: what the rules depend on besides the config.
     """
@@ -206,14 +71,8 @@ def broken_rules(rules: Iterable[Rule], config: Config, *facts: Any) -> Iterator
         if rule.key not in reported and (shown := rule.broken(config, *facts)):
             reported.add(rule.key)
             reason, fix = (text.format(shown, *facts, c=config) for text in (rule.reason, rule.fix))
-            ways = [way for way in fix.split(" or ") if _ends(way, rule, config, facts)]
             value = attrgetter(rule.key)(config)
-            yield Problem(rule.key, getattr(value, "name", value), reason, " or ".join(ways))
-
-
-def _ends(way: str, rule: Rule, config: Config, facts: tuple[Any, ...]) -> bool:
-    """Return whether overrides solve a problem; True for a sentence."""
-    return not (typed_words(way) and rule.broken(fixed(config, [Problem("", "", "", way)]), *facts))
+            yield Problem(rule.key, getattr(value, "name", value), reason, fix)
 
 
 def _if_exact(broken: Callable[[Config], Any], config: Config) -> Any:

@@ -15,7 +15,7 @@ from titanlike.checkpoint.discovery import (
 )
 from titanlike.checkpoint.storage import DamagedCheckpoint, Storage, UnreadableFile
 from titanlike.config import credentials, files, validate
-from titanlike.config.errors import Problem, Refused, typed_words
+from titanlike.config.errors import Problem, Refused
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config, MemoryProfile, TensorBoard
 from titanlike.data import registry as data
@@ -43,8 +43,6 @@ def problems(
     """
     if secrets := secret_problems(to_plain(config)):
         return secrets  # nothing else: other checks quote values in their messages
-    if wrong := validate.out_of_bounds(config):
-        return wrong
     wrong = validate.problems(config, world_size)
     shapes: dict[str, tuple[int, ...]] = {}  # of the model's parameters
     if not wrong and when_valid is not None:
@@ -57,8 +55,7 @@ def problems(
         from titanlike.metrics.tensorboard_sink import tensorboard_problem
 
         wrong += filter(None, [tensorboard_problem()])
-    # mesh and stages can be derived if these keys are valid, or have a fix
-    if all(problem.key not in _LAYOUT_KEYS or typed_words(problem.fix) for problem in wrong):
+    if not {problem.key for problem in wrong} & {*_LAYOUT_KEYS}:
         # imports torch, so after the quick checks
         from titanlike.training.preflight import preflight, too_large
 
@@ -82,14 +79,7 @@ def problems(
                     warn(text)
 
         known = {problem.key for problem in wrong}
-        right, broken = config, wrong
-        for _ in range(4):  # a fix may break another rule: batch_size=1 with two dp ranks
-            if not broken:
-                break
-            right = validate.fixed(right, broken)
-            broken = validate.problems(right)
-        from_model = preflight(right, plan)
-        wrong += [problem for problem in from_model if problem.key not in known]
+        wrong += [problem for problem in preflight(config, plan) if problem.key not in known]
     if not wrong and warn is not None and world_size is not None:  # None: one machine
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if text := validate.placement_warning(config, local_ranks):

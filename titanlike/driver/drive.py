@@ -33,7 +33,6 @@ from titanlike.config import files
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, printable, quoted
 from titanlike.config.overrides import from_hydra
-from titanlike.config.validate import sweep_problems
 from titanlike.driver.argv import complete_args, one_line, parse_argv, parser
 from titanlike.driver.job import (
     SWEEP_FILE,
@@ -207,7 +206,6 @@ def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> 
     if config is None:
         return known
     if checked.multirun:
-        known = known + list(sweep_problems(config))
         # a search's jobs are unknown: check the first values
         if args.check and checked.sweep is not None and not checked.sweep.grid:
             known = known + config_problems(config, None, known)

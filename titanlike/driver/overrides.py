@@ -32,17 +32,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from titanlike.config import validate
 from titanlike.config.errors import (
     Problem,
     Refused,
     as_override,
-    as_typed,
     override_text,
     some_names,
-    typed_words,
 )
-from titanlike.config.imports import named_code, outside
+from titanlike.config.imports import outside
 from titanlike.config.overrides import ADDED, from_hydra, key_of, to_hydra
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
@@ -279,50 +276,7 @@ class CheckedOverrides:
         choices = {group: self._repository.get_group_options(group) for group in groups}
         in_files = self._compose([*self._lines, *self._choices])
         swept = {o.key_or_group: values_of(o) for o in self._overrides if o.is_choice_sweep()}
-        return Advice(self._valid, in_files, swept, choices, self._applied)
-
-    def _applied(self, words: list[str], attempts: int = 4) -> list[str]:
-        """Return these overrides, with values corrected in up to `attempts` tries, if they work
-        together with the valid ones; else []."""
-        overrides = [parse_override(to_hydra(word), self._loader) for word in words]
-        if not all(o and (self.multirun or not o.is_sweep_override()) for o in overrides):
-            return []
-        singles = [o for each in overrides if each for o in [_first(each)]]
-        new = {o.key_or_group: o for o in singles if self._repository.group_exists(o.key_or_group)}
-        values = [o for o in singles if o.key_or_group not in new]
-        if not all(self._exists(group, o.value()) for group, o in new.items()):
-            return []
-        try:
-            composed = self._valid
-            if new:
-                others = [text for text in self._choices if key_of(text) not in new]
-                chosen = [str(o.input_line) for o in new.values()]
-                composed = self._compose([*self._lines, *others, *chosen])
-            composed = copy.deepcopy(composed)
-            for override in self._values if new else ():  # keys that the other choice has, too
-                with contextlib.suppress(Exception):
-                    ConfigLoaderImpl._apply_overrides_to_config([override], composed)
-            ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-            plain, config, problems = parsed(composed)
-        except Exception:  # Hydra and OmegaConf's resolvers raise any class
-            return []
-        # also numbers out of bounds, if the fix is one override
-        problems += [p for p in validate.problems(config) if len(typed_words(p.fix)) == 1]
-        keys = [o.key_or_group for o in values]
-        # what needs the model, if no user code would run, with the fixes of other keys applied
-        if "split" in new and not any(named_code(plain, {})):
-            from titanlike.training.preflight import preflight  # imports torch
-
-            config = validate.fixed(config, [p for p in problems if p.key not in keys])
-            if not validate.problems(config):
-                problems += preflight(config)
-        for problem in problems:
-            if any(problem.key.startswith(k) or k.startswith(f"{problem.key}.") for k in keys):
-                fixes = typed_words(problem.fix)
-                right = [word for word in words if key_of(word) not in map(key_of, fixes)]
-                known = fixes and {*map(key_of, fixes)} <= {*keys}
-                return self._applied([*right, *fixes], attempts - 1) if known and attempts else []
-        return words
+        return Advice(self._valid, in_files, swept, choices)
 
     def _apply(self, composed: DictConfig, values: list[Override]) -> None:
         """Apply each override separately, with the first value of a sweep."""
@@ -414,21 +368,13 @@ class CheckedOverrides:
             self.add(Problem(key, override.get_value_string(), reason, fix))
 
     def with_fix(self, problem: Problem) -> Problem:
-        """Return the problem with a fix that works: its own with valid values, else the equivalent
-        of another framework's key, else the value in the files."""
-        advice, key, fix = self._advice(), problem.key.partition("[")[0], problem.fix
-        words = typed_words(fix)
-        if words[:1] == ["-m"] and len(words) == 2:  # a sweep of valid values
-            values = words[1].partition("=")[2].split(",")
-            fix = fix if all(self._applied([f"{key}={value}"]) for value in values) else ""
-        elif len(words) == 1 and key_of(words[0]) == key:
-            fix = as_typed(self._applied(words)) or fix
-        elif key != problem.key and problem.key in fix:  # a list's item: set the whole list
-            fix = ""
-        if not fix and "." not in key:  # fsdp=true
-            fix, _ = advice.translated(key, override_text(problem.value))
-        fix = fix or advice.default(key)
-        same = fix == as_override(key, problem.value)
+        """Return the problem with its own fix, else the equivalent of another framework's key, else
+        the value in the files."""
+        advice, fix = self._advice(), problem.fix
+        if not fix and "." not in problem.key:  # fsdp=true
+            fix, _ = advice.translated(problem.key, override_text(problem.value))
+        fix = fix or advice.default(problem.key.partition("[")[0])
+        same = fix == as_override(problem.key, problem.value)
         return replace(problem, fix=_LEAVE_OUT if same or not fix else fix)
 
 

@@ -29,7 +29,7 @@ from titanlike.config.received import (
     read_run,
 )
 from titanlike.config.schema import Sample
-from titanlike.config.validate import value_problems
+from titanlike.config.keys import value_problems
 from titanlike.device.choose import first_device
 from titanlike.generation.generate import LoadedModel, generate, load_model
 from titanlike.launch.environment import child_environment, python
@@ -130,7 +130,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         except ValueError:
             problems.append(f"{word}: must be a number; write {key}={keys[key]}")
     drawn = {key: value for key, value in asdict(sampling).items() if key in sample_keys}
-    if problems := [*problems, *(str(p) for p, _ in value_problems(Sample(**drawn)))]:
+    if problems := [*problems, *(str(p) for p in value_problems(Sample(**drawn)))]:
         raise ValueError("; ".join(problems))
     loaded = _load(arguments)
     if loaded.coder is None:

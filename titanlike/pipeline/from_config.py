@@ -18,7 +18,7 @@ from titanlike.config.schema import (
     LoopedSchedule,
     Schedule,
 )
-from titanlike.config.validate import value_problems
+from titanlike.config.keys import value_problems
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.order_check import check_order
 from titanlike.pipeline.schedules import SCHEDULES, V_SCHEDULES
@@ -177,7 +177,7 @@ def _stages_problem(schedule: Schedule | CsvSchedule | AutoSchedule) -> Problem 
     """Problems that do not depend on the number of microbatches: schedule name, stages per rank."""
     if not isinstance(schedule, AutoSchedule) and schedule.name not in SCHEDULES:
         return _unknown_schedule(schedule.name)
-    return next((problem for problem, _ in value_problems(schedule, "schedule")), None)
+    return next(value_problems(schedule, "schedule"), None)
 
 
 def _nearest_first(value: int, pp: int) -> list[int]:
