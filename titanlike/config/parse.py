@@ -101,6 +101,10 @@ def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Pro
             value = convert(hints[name], plain[name], key, problems, _default(field))
         if len(problems) == before and not dataclasses.is_dataclass(value):
             problems += field_problems(field, value, key)
+        elif problems[before:]:
+            number = _number(problems[-1].fix.removeprefix(f"{key}="))  # None of a sentence
+            for beyond in field_problems(field, number, key):  # 1e12, an integer beyond its bound
+                problems[-1] = replace(problems[-1], fix=beyond.fix)
         if len(problems) == before or dataclasses.is_dataclass(value):
             values[name] = value
     for name, field in fields.items():

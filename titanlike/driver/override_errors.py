@@ -1,12 +1,11 @@
-"""Explains why an override is refused, with the nearest one that works.
+"""Explains why an override is refused, with the nearest one of a key that exists.
 
-Every proposed override has been applied first (`Applied`), so a proposal is never wrong.
+A proposal's value is one that its key can have, by the key's own check (`Advice.fitting`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,12 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from titanlike.config.errors import Problem, as_override, as_typed, override_text, quoted, similar
 from titanlike.config.other_frameworks import Context, translate
-from titanlike.config.overrides import SHORT, from_hydra, in_full, key_of
-from titanlike.config.schema import VARIANTS
-from titanlike.driver.argv import InvalidOverride, flat_keys, one_line
-
-# overrides -> working ones: the same, or with values of the right type; [] = none work
-Applied = Callable[[list[str]], list[str]]
+from titanlike.config.overrides import ADDED, SHORT, from_hydra, in_full, key_of, to_hydra
+from titanlike.config.parse import parse
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS
+from titanlike.driver.argv import InvalidOverride, flat_keys, one_line, parse_override
 
 _HELP = "--help lists all keys"
 
@@ -34,7 +31,6 @@ class Advice:
     in_files: DictConfig  # the config with choices of groups only
     swept: dict[str, list[str]]  # group -> its choices in the sweep
     choices: dict[str, list[str]]  # group -> its valid choices
-    applied: Applied
 
     def syntax_error(self, text: str) -> Problem:
         """Return the problem of an override that Hydra's parser rejects."""
@@ -47,17 +43,17 @@ class Advice:
         above = [name for name in self.known if key.startswith(f"{name}.")]  # a pattern is no key
         tried += [[f"{name}={{{key[len(name) + 1 :]}:{value}}}"] for name in above]
         tried += [text.split(), [f"{key}={quoted(value)}"]]
-        fix = next((words for words in tried if self.applied(words) == words), [])
-        fix = fix or next(filter(None, map(self.applied, tried)), [])
-        return Problem(key, value, reason, as_typed(fix) or self.default(key) or _HELP)
+        fix = next(filter(None, (self.fitting(*words) for words in tried)), "")
+        return Problem(key, value, reason, fix or self.default(key) or _HELP)
 
     def values_without_m(self, override: Override) -> Problem:
         """Return the problem of several values without -m."""
         key, value = override.key_or_group, override.get_value_string()
         fix = "-m " + as_typed([f"{key}={value}"])
         lists = f"{key}=[{value}]", f"{key}={quoted(value)}"
-        if right := next((word for word in lists if self.applied([word]) == [word]), ""):
-            fix += f" (or {as_typed([right])})"
+        typed = (as_typed([word]) for word in lists if self.fitting(word) == as_typed([word]))
+        if right := next(typed, ""):
+            fix += f" (or {right})"
         return Problem(key, value, "several values are a sweep, which needs -m", fix)
 
     def wrong_choice(self, group: str, choice: Any, options: list[str]) -> Problem:
@@ -68,13 +64,12 @@ class Advice:
             return Problem(group, None, "a choice must be given", fix or "leave it out")
         if isinstance(choice, dict):
             words = [f"{group}.{key}={override_text(value)}" for key, value in choice.items()]
-            fix = as_typed(self.applied(words)) or self.default(group)
+            fix = self.fitting(*words) or self.default(group)
             return Problem(group, choice, "a choice must be given, and its keys by themselves", fix)
         for parent, variants in VARIANTS.items() if not isinstance(choice, str) else ():
             has_key = any(group in variant.__dataclass_fields__ for variant in variants.values())
-            words = self.applied([f"{parent}.{group}={choice}"]) if has_key else []
-            if words:  # for lr=3e-4
-                return Problem(group, choice, reason, as_typed(words))
+            if has_key and (fix := self.fitting(f"{parent}.{group}={choice}")):  # for lr=3e-4
+                return Problem(group, choice, reason, fix)
         found, word = similar(str(choice), options), override_text(choice)
         fix, note = self.translated(group, word)
         # adamw_8bit: more than the choice alone; fp8: float8, although mxfp8 is more alike
@@ -87,7 +82,7 @@ class Advice:
             return Problem(group, choice, reason, " or ".join(f"{group}={n}" for n in found[:3]))
         if not fix.startswith(group):
             fix, note = self.default(group) or "leave it out", note if not fix else ""
-        if group == "model" and re.search(r"\d", word):
+        if group == "model" and re.search(r"\d", word) and "/" not in word:
             fix, note = "give its sizes: model=llama_tiny model.hidden_size=4096 and others", ""
         return Problem(group, choice, f"{reason} ({note})" if note else reason, fix)
 
@@ -106,8 +101,8 @@ class Advice:
         below = [name for name in self.known if name.startswith(f"{key}.")]
         if below and key not in self.choices:
             return Problem(words.typed, "", f"has keys below it: {', '.join(below)}")
-        if own := self.applied([f"{key}={value}"]):
-            return Problem(words.typed, "", reason, as_typed(own))
+        if own := self.fitting(f"{key}={value}"):
+            return Problem(words.typed, "", reason, own)
         fix, note = self.for_unknown(key, value)
         if note or not fix:
             reason = "no such key" if not note or not fix else note
@@ -136,7 +131,7 @@ class Advice:
             reason = f"{group}={chosen} has no such key; {group}={', '.join(others)} has"
             swept = [n for n in self.swept.get(group, ()) if n in others]
             words = [f"{group}={(swept or others)[0]}", f"{key}={value}"]
-            fix = as_typed(self.applied(words)) or words[0]
+            fix = self.fitting(*words) or words[0]
             if swept:
                 rest = ",".join(n for n in self.swept[group] if n not in others)
                 fix += f", and a sweep of its own without it for {group}={rest}"
@@ -147,6 +142,45 @@ class Advice:
         if not fix and not note and inside:
             reason = f"unknown key; known: {', '.join(inside)}"
         return Problem(key, value, reason, fix or note or ("" if inside else _HELP))
+
+    def fitting(self, *words: str) -> str:
+        """Return these overrides, an impossible value replaced by what its key's check proposes; ""
+        if one is no override of a key, or of a choice, that there is."""
+        plain: Any = OmegaConf.to_container(self.composed)
+        del plain["hydra"]
+        given = {key_of(word): word for word in words}
+        for word in words:
+            override = parse_override(to_hydra(word))
+            if override is None or override.is_sweep_override():
+                return ""
+            key, value = override.key_or_group, override.value()
+            if key in self.choices:
+                if value not in self.choices[key]:
+                    return ""
+                given[key] = as_typed([word])
+                plain[key] = {"name": value} if value in VARIANTS.get(key, ()) else plain.get(key)
+                continue
+            *sections, name = key.split(".")
+            section = plain
+            for each in sections:
+                section = section.get(each) if isinstance(section, dict) else None
+            if not isinstance(section, dict) or not self._is_key(key, section):
+                return ""
+            section[name] = value
+            given[key] = as_typed([word])
+        for problem in parse(plain)[1]:
+            for key in given.keys() - self.choices.keys():
+                if f"{problem.key}.".startswith((f"{key}.", f"{key}[")) or key == problem.key:
+                    given[key] = problem.fix
+        return " ".join(given.values()) if all(given.values()) else ""
+
+    def _is_key(self, key: str, section: dict[str, Any]) -> bool:
+        """Whether a section, of the given or of another choice, has or takes a key."""
+        group, _, name = key.rpartition(".")
+        variant = VARIANTS.get(group, {}).get(str(section.get("name")))
+        fields = () if variant is None else variant.__dataclass_fields__
+        own = group in OPEN_GROUPS and "." in str(section.get("name"))
+        return key in self.known or name in fields or own or f"{key}=".startswith(ADDED)
 
     @property
     def known(self) -> list[str]:
@@ -175,7 +209,7 @@ class Advice:
         """Return (override, what differs) for an unknown key; "" where there is nothing to say."""
         fix, note = self.translated(key, value)
         last, group = key.rpartition(".")[2].replace("-", "_"), f"{key.partition('.')[0]}."
-        inside = [name for name in self.known if name.startswith(group)]
+        inside = [name for name in self.known if name.startswith(group) and "." in key]
         # a proposal stays in its section: the other's key would change something else
         left = (word for word in fix.split() if "." in key_of(word) and not word.startswith(group))
         held_out = fix.startswith("validation.")  # data.val_path: held-out data have one section
@@ -190,7 +224,7 @@ class Advice:
         plural = [name for name in inside if name == f"{key}s"]
         for near in plural or (*same, *similar(key, names), *similar(key, inside)):
             words = in_full(f"{near}={value}")
-            if not near.endswith(".name") and self.applied(words) == words:
+            if not near.endswith(".name") and self.fitting(*words) == as_typed(words):
                 return as_typed([f"{near}={value}"]), ""
         return "", f"the key is {plural[0]}" if plural else ""
 
@@ -213,7 +247,7 @@ class Advice:
             f"{k.partition('.')[0]}={others[0]}" for k in keys if (others := self._having(k))
         ]
         tried = [words, [*choices, *words], [*filter(None, map(self.default, keys))]]
-        return as_typed(next(filter(None, map(self.applied, tried)), [])), note
+        return next(filter(None, (self.fitting(*each) for each in tried)), ""), note
 
     def _having(self, key: str) -> list[str]:
         """Return the choices of a key's group that have the key, if the current choice does not."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,10 +43,6 @@ from titanlike.training.layout import layout
 from titanlike.training.session import keep_first_day
 from titanlike.training.step import measured_step
 from titanlike.training.step import validate as validation_losses
-
-if TYPE_CHECKING:
-    pass
-
 
 _GRACE = 10.0  # seconds between timeouts of ranks that wait for the same missing rank
 
@@ -282,27 +278,20 @@ class TrainingRun:
 
         trains: whether targets are needed; missing ones are replaced by the inputs.
         """
-        example = self._example
         fields = ["inputs", "targets", *(n for n in self.plan.fields if n != "inputs")]
-        needed = [name for name in fields if trains or name != "targets"]
-        problems = []
         if not isinstance(batch, Mapping):
             reason, fix = f"is a {type(batch).__name__}", f"a dict of tensors: {', '.join(fields)}"
             raise ConfigError([Problem("batch", "", reason, fix)])
+        problems = []
         for name in fields:
-            if name not in batch:
-                if name in needed:
-                    reason, fix = f"has no {name}", f"a batch with {fields}"
-                    problems.append(Problem("batch", "", reason, fix))
-            elif wrong := self._wrong_field(name, batch[name]):
-                problems.append(Problem(f"batch.{name}", "", *wrong))
+            if name in batch:
+                problems += self._field_problems(name, batch[name])
+            elif trains or name != "targets":
+                problems.append(Problem("batch", "", f"has no {name}", f"a batch with {fields}"))
         for name in batch.keys() - {*fields, REAL}:
             problems.append(Problem("batch", name, "is not taken by the model", "leave it out"))
-        if (
-            not problems
-            and "targets" in batch
-            and example["inputs"].shape == example["targets"].shape
-        ):
+        alike = self._example["inputs"].shape == self._example["targets"].shape
+        if not problems and "targets" in batch and alike:
             shapes = [list(batch[name].shape) for name in ("inputs", "targets")]
             if shapes[0] != shapes[1]:
                 reason = f"inputs are {shapes[0]}, and targets {shapes[1]}"
@@ -312,39 +301,32 @@ class TrainingRun:
         checked = {name: value.contiguous() for name, value in batch.items()}
         return {"targets": checked["inputs"], **checked}
 
-    def _wrong_field(self, name: str, value: Any) -> tuple[str, str] | None:
-        """Return (reason, fix) if a field's shape, dtype or ids do not fit this run, else None."""
-        (size, _), dp, example = (
-            self.config.batch_shape(self.steps + 1),
-            self.config.dp,
-            self._example,
-        )
-        shape = ["B", *example[name].shape[1:]]
+    def _field_problems(self, name: str, value: Any) -> Iterator[Problem]:
+        """Yield a problem if a field's shape, dtype or ids do not fit this run."""
+        key, example, dp = f"batch.{name}", self._example[name], self.config.dp
+        size, _ = self.config.batch_shape(self.steps + 1)
+        fix = f"a dense tensor {['B', *example.shape[1:]]} of {example.dtype}, "
+        fix += f"B = batch_size / dp = {size} / {dp} = {size // dp} rows of each dp rank"
         if not isinstance(value, Tensor):
-            return f"is a {type(value).__name__}", f"a tensor {shape}"
-        if value.dim() != len(shape):
-            return f"has the shape {list(value.shape)}", f"a tensor {shape}"
-        floats = value.is_floating_point() and example[name].is_floating_point()
-        if value.dtype != example[name].dtype and not floats:
-            kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (value, example[name])]
-            return f"is {kinds[0]}", f"a tensor {shape} of {kinds[1]}"
-        if value.is_meta or value.layout is not torch.strided:
-            return "is on meta, or sparse", f"a dense tensor {shape} with values"
-        if len(value) != size // dp:
-            reason = f"has {len(value)} rows, and each dp rank gives its part"
-            return reason, f"batch_size / dp = {size} / {dp} = {size // dp} rows"
+            yield Problem(key, "", f"is a {type(value).__name__}", fix)
+            return
+        floats = value.is_floating_point() and example.is_floating_point()
+        same = value.dim() == example.dim() and (floats or value.dtype == example.dtype)
+        dense = not value.is_meta and value.layout is torch.strided
+        if not (same and dense and len(value) == size // dp):
+            reason = f"has the shape {list(value.shape)}, and is {value.dtype} on {value.device}"
+            yield Problem(key, "", f"{reason}, {value.layout}", fix)
+            return
         names = ["inputs", *(["targets"] * takes_divided_logits(self.config.loss))]
-        if floats or name not in names or not value.is_cpu:  # reading a GPU's would synchronize
-            return None
         known = vocabulary_of(self.plan.model_graph.model, self.plan.model)
+        # reading a GPU's would synchronize
+        if floats or known is None or name not in names or not value.is_cpu:
+            return
         ids = value[value != IGNORE] if name == "targets" else value
         low, high = (int(end) for end in ids.aminmax()) if ids.numel() else (0, 0)
-        if known is None or (low >= 0 and high < known):
-            return None
-        return (
-            f"has ids from {low} to {high}, and the model {known} ids",
-            f"ids from 0 to {known - 1}",
-        )
+        if low < 0 or high >= known:
+            reason = f"has ids from {low} to {high}, and the model {known} ids"
+            yield Problem(key, "", reason, f"ids from 0 to {known - 1}")
 
     def _own_data(self) -> None:
         if self.data.example is not None:
