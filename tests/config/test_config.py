@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from support.command_lines import examined
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.help import help_on, help_text
-from titanlike.config.keys import Paths
+from titanlike.config.keys import Paths, field_problems
 from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.parse import parse, to_plain, write_config
 from titanlike.config.program import conf_dir
@@ -47,7 +47,8 @@ from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.overrides import config_loader
 from titanlike.driver.sweep import SweepRun
 
-SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
+NUMBERS = st.integers(-(2**40), 2**40) | st.floats(-1e12, 1e12)  # that any argument may have
+SCALARS = st.none() | st.booleans() | NUMBERS | st.text()
 NAMES = st.from_regex(r"[a-z_]{1,8}", fullmatch=True).filter(lambda name: name != "name")
 
 
@@ -80,8 +81,24 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
 
 
 def instances(variant: type, **fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    hints, keys = typing.get_type_hints(variant), [f.name for f in dataclasses.fields(variant)]
-    return st.builds(variant, **{name: fixed.get(name, values(hints[name])) for name in keys})
+    hints = typing.get_type_hints(variant)
+    drawn = {f.name: possible(f, hints[f.name]) for f in dataclasses.fields(variant)}
+    return st.builds(variant, **drawn | fixed)
+
+
+def possible(field: dataclasses.Field[Any], annotation: Any) -> st.SearchStrategy[Any]:
+    """A field's values, the default in place of those beyond its bounds."""
+
+    def within(value: Any) -> Any:
+        if not any(field_problems(field, value, field.name)):
+            return value
+        if field.default_factory is not dataclasses.MISSING:
+            return field.default_factory()
+        if field.default is not dataclasses.MISSING:
+            return field.default
+        return "a" if annotation in (str, Paths) else field.metadata["bounds"].get("le", 2**20)
+
+    return values(annotation).map(within)
 
 
 def choices(group: str) -> st.SearchStrategy[Any]:

@@ -272,6 +272,21 @@ def test_each_proposed_fix_ends_its_error(line: str) -> None:
             assert not same, f"{line}: {fix} changes nothing"
 
 
+ASKS_FOR_A_PATH = {"data.boundary=3", "model=llama"}  # of token files, which only a user knows
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.sampled_from(sorted({*MISTAKES} - ASKS_FOR_A_PATH)), min_size=2, max_size=5))
+def test_the_fixes_of_several_mistakes_work_together(lines: list[str]) -> None:
+    words: list[str] = []
+    for line in lines:  # of keys that are not those of another line
+        sections = {re.split(r"[.=]", word)[0] for word in line.split()}
+        if not sections & {re.split(r"[.=]", word)[0] for word in words}:
+            words += line.split()
+    assert len(problems_of(words)) > 0
+    assert applied(words)[1] == []
+
+
 @pytest.mark.parametrize(
     "line, key",
     [
