@@ -12,67 +12,14 @@ from support.command_lines import problems_of, proposals, with_fix
 from titanlike.config.overrides import key_of
 from titanlike.config.schema import VARIANTS, Config
 
-VALUES = [
-    *(
-        "",
-        "null",
-        "true",
-        "-1",
-        "0",
-        "-0.0",
-        "1",
-        "3",
-        "nan",
-        "-inf",
-        "1e400",
-        "1e-400",
-        str(2**63),
-    ),
-    *("1" + "0" * 400, "1_000", "0x10", "010", "1e3", "10k", ".5", "[]", "[1]", "[1,2]", "[nan]"),
-    *(
-        "[null]",
-        "[[1]]",
-        "{}",
-        "{a:1}",
-        "{a:{b:1}}",
-        "{}a",
-        "a",
-        "'a b'",
-        "'\x1b[31mred'",
-        "'a\nb'",
-    ),
-    *(
-        "'\a'",
-        "x" * 3000,
-        "äß😀",
-        "'\u202eab'",
-        "../..",
-        "/",
-        "/dev/zero",
-        "fifo",
-        "folder",
-        "~",
-        "-",
-    ),
-    *(
-        "http://127.0.0.1:9/x",
-        "file:///etc/passwd",
-        "s3://b/c",
-        "${x}",
-        "${oc.env:NOPE}",
-        "${SELF}",
-    ),
-    *(
-        "${",
-        "'???'",
-        "1,2",
-        "range(3)",
-        "os.system",
-        "no_such.mod.Cls",
-        "%s{0}%(x)s",
-        "999999999F0",
-    ),
-]
+WORDS = """
+    null true -1 0 -0.0 1 3 nan -inf 1e400 1e-400 1_000 0x10 010 1e3 10k .5 999999999F0
+    [] [1] [1,2] [nan] [null] [[1]] {} {a:1} {a:{b:1}} {}a a äß😀 1,2 range(3) '???'
+    ../.. / /dev/zero fifo folder ~ - os.system no_such.mod.Cls %s{0}%(x)s
+    http://127.0.0.1:9/x file:///etc/passwd s3://b/c ${x} ${oc.env:NOPE} ${SELF} ${
+"""
+VALUES = [*WORDS.split(), "", "'a b'", "'a\nb'", "'\a'", "'\x1b[31mred'", "'\u202eab'"]
+VALUES += [str(2**63), "1" + "0" * 400, "x" * 3000]
 KEYS: list[tuple[str, list[str]]] = []  # a key, and the choices that have it
 HINTS = typing.get_type_hints(Config)
 for field in dataclasses.fields(Config):

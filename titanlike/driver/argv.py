@@ -84,42 +84,29 @@ def parse_argv(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _overrides(words: list[str]) -> Iterator[str | InvalidOverride]:
+    """Yield overrides; words that are none are joined to what seems to be one setting: `steps 3`,
+    `steps = 3`, `steps: 3`, another program's `--steps 3`, a list with spaces without quotes."""
     while words:
-        word = words.pop(0)
-        if re.match(r"-+[A-Za-z]", word):  # another program's flag
-            key, equals, value = word.lstrip("-").partition("=")
-            if not equals and words and _is_value(words[0]):
-                word, value = f"{word} {words[0]}", words.pop(0)
-            yield InvalidOverride(word, key.replace("-", "_"), value or "true")
-        elif (count := _unclosed(word, words)) or re.search(r"\s", word.partition("=")[0]):
-            # [a, b] without quotes is two words; "steps = 3" in quotes is one
-            typed = " ".join([word, *words[:count]])
-            del words[:count]
-            key, value, *_ = [*re.split(r"\s*=\s*|\s+", typed.strip(), maxsplit=1), "true"]
-            yield InvalidOverride(typed, key, re.sub(r"\s+", "", value))
-        elif word.startswith("~") or re.match(r"[+]*[A-Za-z][^=]*=.", word):
-            yield word
+        typed = [word := words.pop(0)]
+        flag = re.match(r"-+[A-Za-z]", word)
+        if flag or _KEY.fullmatch(re.sub("[=:]$", "", word)):
+            if not flag and words and re.fullmatch(r"=\S*", words[0]):
+                typed.append(words.pop(0))
+            if (flag and "=" in word) or typed[-1] not in (word, "="):
+                pass  # it has its value
+            elif words and _is_value(words[0]):
+                typed.append(words.pop(0))
         else:
-            yield _spaced(word, words)
-
-
-def _spaced(word: str, words: list[str]) -> str | InvalidOverride:
-    """Join `steps 3`, `steps = 3`, `steps= 3`, `steps: 3` to an override, or return the word."""
-    typed, key = [word], word.rstrip("=:")
-    if words and (words[0] == "=" or re.fullmatch(r"=\S+", words[0])):
-        typed.append(words.pop(0))
-    elif not word.endswith((":", "=")) and ":" in word:
-        key, _, value = word.partition(":")
-        return InvalidOverride(word, key, value)
-    if typed[-1] in ("=", word) and words and _is_value(words[0]) and _KEY.fullmatch(key):
-        typed.append(words.pop(0))
-    if len(typed) == 1:
-        if word.endswith("=") and key:
-            return word
-        if _CONFIG_FILE.fullmatch(word):
-            return InvalidOverride(word, "config_file", word)
-        return InvalidOverride(word, word, "true")
-    return InvalidOverride(" ".join(typed), key, typed[-1].removeprefix("="))
+            typed += [words.pop(0) for _ in range(_unclosed(word, words))]
+        if len(typed) == 1 and re.match(r"~|[+]*[A-Za-z][^=\s]*=.|[^=]+=$", word):
+            yield word
+        elif _CONFIG_FILE.fullmatch(word):
+            yield InvalidOverride(word, "config_file", word)
+        else:
+            text = " ".join(typed)
+            key, value = [*re.split(r"\s*[=:]\s*|\s+", text.lstrip("-"), maxsplit=1), ""][:2]
+            key = key.replace("-", "_") if flag else key
+            yield InvalidOverride(text, key or text, re.sub(r"\s+", "", value) or "true")
 
 
 def _is_value(word: str) -> bool:
