@@ -167,6 +167,11 @@ def test_each_rule_between_keys_has_its_row() -> None:
         assert any(rule.broken(config) for config in configs), rule
 
 
+def test_numbers_out_of_bounds_are_told_with_the_rules_between_keys() -> None:
+    found = told(typed(["optimizer.lr=-1", "batch_size=7", "dp=2"]))
+    assert [problem.key for problem in found] == ["optimizer.lr", "batch_size"]
+
+
 def test_check_refuses_without_building_anything() -> None:
     for key, value in {
         "data.vocab_size": 10**14,

@@ -190,21 +190,15 @@ def _complete_choices(args: argparse.Namespace) -> None:
         ConfigStore.instance().store(args.config_name, defaults)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    """Return a file's mapping; {} if it cannot be read, which is reported when composing."""
-    try:
-        config = read_yaml(path)
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
 def _finished(args: argparse.Namespace) -> dict[str, Any] | None:
     """Return the complete config of the run in args.config_path; None if it is not a run's."""
-    config = _read_yaml(Path(args.config_path) / f"{args.config_name}.yaml")
-    complete = all(isinstance(config.get(group), dict) for group in _GROUPS)
-    defaults = config.get("defaults")
-    if not complete or not isinstance(defaults, list) or "_self_" not in defaults:
+    try:
+        config = read_yaml(Path(args.config_path) / f"{args.config_name}.yaml")
+    except (OSError, ValueError):  # reported when composing
+        return None
+    if not isinstance(config, dict) or "_self_" not in (config.get("defaults") or ()):
+        return None
+    if not all(isinstance(config.get(group), dict) for group in _GROUPS):
         return None
     from titanlike.config.other_frameworks import without_former_keys  # for no other command
 

@@ -18,6 +18,7 @@ from typing import Any
 from titanlike.checkpoint.state_dict import DTYPES
 from titanlike.config.errors import nearest, quoted
 from titanlike.config.imports import TRUST_CODE
+from titanlike.config.keys import value_problems
 from titanlike.config.parse import write_config
 from titanlike.config.program import argument_parser, exit_code
 from titanlike.config.received import (
@@ -29,7 +30,6 @@ from titanlike.config.received import (
     read_run,
 )
 from titanlike.config.schema import Sample
-from titanlike.config.keys import value_problems
 from titanlike.device.choose import first_device
 from titanlike.generation.generate import LoadedModel, generate, load_model
 from titanlike.launch.environment import child_environment, python

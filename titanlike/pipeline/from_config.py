@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 from titanlike.config.errors import Problem, Refused, nearest
 from titanlike.config.files import open_regular
 from titanlike.config.imports import import_fix, import_object, of_a_library
+from titanlike.config.keys import value_problems
 from titanlike.config.schema import (
     AutoSchedule,
     Config,
@@ -18,7 +19,6 @@ from titanlike.config.schema import (
     LoopedSchedule,
     Schedule,
 )
-from titanlike.config.keys import value_problems
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.order_check import check_order
 from titanlike.pipeline.schedules import SCHEDULES, V_SCHEDULES

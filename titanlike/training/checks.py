@@ -20,7 +20,6 @@ from titanlike.graph.cut import StageGraph, message_problem, same_messages
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.units import find_units
 from titanlike.models.registry import LENGTHS
-from titanlike.pipeline.order import Order
 from titanlike.torch_private.known_code import has_gradient_hooks
 from titanlike.torch_private.operators import BatchNorm, InstanceNorm
 
@@ -143,7 +142,7 @@ _EMBEDDINGS = (  # of the same
          "its {1} is an embedding with scale_grad_by_freq, which counts ids in a microbatch of a "
          "rank, and not in the batch", "nn.Embedding without scale_grad_by_freq"),
 )
-_SHARDING = (  # of a config and its order
+SHARDING = (  # of a config and its order
     Rule("fsdp.zero", lambda c, order: c.fsdp.zero in (2, 3) and order.splits_backward,
          "schedule={c.schedule.name} splits the backward in two, and FSDP loses gradients when it "
          "reduces or reshards between the halves",
@@ -226,11 +225,6 @@ def shared_norm_problems(
             return [Problem("split", config.split.name, reason, fix)]
         seen.add(unit)
     return []
-
-
-def sharding_problems(config: Config, order: Order) -> list[Problem]:
-    """Problems of sharding that gives wrong gradients, or has no effect."""
-    return [*broken_rules(_SHARDING, config, order)]
 
 
 def split_problems(config: Config, model: nn.Module) -> list[Problem]:

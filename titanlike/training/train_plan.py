@@ -246,7 +246,7 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
     order, why, wrong = _order_of(config)
     problems += wrong
     if order is not None:
-        problems += checks.sharding_problems(config, order)
+        problems += broken_rules(checks.SHARDING, config, order)
     if order is None or problems:  # a forward would only raise the same in other words
         raise ConfigError([*problems, *checks.split_problems(config, model)])
     return order, why
