@@ -29,7 +29,6 @@ from titanlike.checkpoint.storage import INDEX, MARKER, DamagedCheckpoint, Stora
 from titanlike.config.schema import Config
 from titanlike.driver import sweep_table as report
 from titanlike.driver.job import SWEEP_FILE
-from titanlike.driver.sweep_status import Job, SweepSpec, read_spec, write_spec
 from titanlike.launch.environment import RestartState
 from titanlike.launch.failures import root_cause
 from titanlike.launch.heartbeat import read_beats
@@ -226,9 +225,8 @@ RECORDS: dict[str, Callable[[Path], Any]] = {
     "logs/rank0.heartbeat": lambda folder: read_beats(folder, range(1)),
     "logs/rank0.error.json": lambda folder: root_cause(folder),
     "restart.json": lambda folder: RestartState(folder / "restart.json").count_start(),
-    SWEEP_FILE: lambda folder: read_spec(folder),
 }
-NAMED = ("result.json", SWEEP_FILE)  # a reader needs what is in these
+NAMED = ("result.json",)  # a reader needs what is in it
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -273,19 +271,33 @@ def test_the_sweep_table_survives_a_garbled_job_file(name: str, tmp_path: Path) 
         sweep = a_sweep(tmp_path / odd)
         (sweep / "0" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
         odd_file(sweep / "0" / name, odd)
-        lines = report.terminal_lines(report.read_table(sweep), [], ["again"], 100)
-        assert "0 of 1 done" in "\n".join(lines), odd
+        assert "0 of 1 done" in "\n".join(table(sweep)), odd
         if name == "result.json" and odd != "dangling":
-            assert name in str(report.read_table(sweep).rows[0].error)
+            assert name in str(report.read_rows(sweep, "loss")[0].error)
+
+
+def test_the_list_of_a_sweeps_jobs_is_read_as_far_as_it_is_one(tmp_path: Path) -> None:
+    for odd in (*ODD, *SPECIAL):
+        (tmp_path / odd).mkdir()
+        odd_file(tmp_path / odd / SWEEP_FILE, odd)
+        if odd in SPECIAL and odd != "dangling":
+            with pytest.raises(ValueError, match=SWEEP_FILE):
+                report.read_jobs(tmp_path / odd)
+        else:
+            assert report.read_jobs(tmp_path / odd) == {}
 
 
 def a_sweep(folder: Path) -> Path:
     (folder / "0").mkdir(parents=True)
-    write_spec(folder, SweepSpec("loss", jobs=[Job(0, "0", ["lr=1"], ["lr=1"])]))
+    report.add_job(folder, 0, ["lr=1"])
     return folder
 
 
-WORDS = [*vars(Job(0, "0", [], [])), "status", "value", "error", "step", "loss"]
+def table(folder: Path) -> list[str]:
+    return report.sweep_lines(report.read_rows(folder, "loss"), "loss", None, [], ["again"])
+
+
+WORDS = ["number", "overrides", "status", "value", "error", "step", "loss"]
 
 
 @given(st.dictionaries(st.sampled_from(WORDS), json_values))
@@ -299,4 +311,4 @@ def test_any_json_in_a_sweep_file_becomes_a_row_or_an_error_message(
         file.write(line)
     (folder / "0" / "result.json").write_text(line)
     (folder / "0" / "metrics.jsonl").write_text(line * 2)
-    assert report.terminal_lines(report.read_table(folder), [], ["again"], 100)
+    assert table(folder)

@@ -8,11 +8,9 @@ import shlex
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from support.cells import GRID, slow
 from support.launched import Launched
@@ -23,10 +21,9 @@ from titanlike.config.schema import Config, Sweep
 from titanlike.device import accelerator
 from titanlike.driver import sweep_jobs
 from titanlike.driver.job import JobRunner
-from titanlike.driver.sweep import SweepRun, SweepSettings
-from titanlike.driver.sweep_jobs import Prepared, run_processes
-from titanlike.driver.sweep_status import Job, JobRow
-from titanlike.driver.sweep_table import read_table
+from titanlike.driver.sweep import SweepRun, shared_gpus
+from titanlike.driver.sweep_jobs import ComposedJob, run_processes
+from titanlike.driver.sweep_table import JobRow, read_rows
 from titanlike.launch.run_dir_lock import lock_run_dir
 from titanlike.metrics.run_files import write_result
 from titanlike.metrics.sinks import read_jsonl
@@ -48,7 +45,7 @@ def sweep(*words: object, job: str = "trains") -> Launched:
 
 
 def table(folder: Path) -> list[JobRow]:
-    return read_table(folder).rows
+    return read_rows(folder, "loss")
 
 
 def statuses(folder: Path) -> list[str]:
@@ -71,7 +68,7 @@ def test_resume_runs_the_failed_invalid_and_killed_jobs_of_a_sweep(tmp_path: Pat
     rows = table(tmp_path)
     expected = ["failed", "invalid", "killed", "completed"]
     assert [row.status for row in rows] == expected
-    assert [row.settings["seed"] for row in rows] == ["3", "five", "7", "8"]
+    assert [row.overrides[-1] for row in rows] == ["seed=3", "seed=five", "seed=7", "seed=8"]
     assert all(row.summary.loss > 4 for row in rows if row.status == "completed")
     assert "seed 3 is not liked" in err
     assert "job 1: seed=five is invalid\n  seed=five: must be an integer" in err
@@ -149,20 +146,17 @@ def test_parallel_jobs_are_bounded_and_fail_independently(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(sweep_jobs, "available_cores", lambda: 12)
     monkeypatch.setattr(
-        sweep_jobs, "_program", lambda _, folder, __: PROGRAM.format(code=int(folder.name == "1"))
+        sweep_jobs, "_program", lambda _, folder: PROGRAM.format(code=int(folder.name == "1"))
     )
     (tmp_path / "3").mkdir()
     write_result(tmp_path / "3", status="completed", value=7.0, error=None, seconds=1, overrides=[])
     told: list[str] = []
-    monkeypatch.setattr(SweepRun, "say", lambda _, line: told.append(line))
-    monkeypatch.setattr(SweepRun, "say_error", lambda _, line: told.append(line))
-    jobs = [
-        Prepared(Job(i, str(i), ["seed=1"], []), partial(lambda n: (Config(dp=n), []), n))
-        for i, n in enumerate([2, 2, 1, 3])
-    ]
-    ends = run_processes(context(tmp_path, parallel=2), JobRunner("", ""), jobs)
+    monkeypatch.setattr(SweepRun, "say", lambda _, line, **__: told.append(line))
+    jobs = [ComposedJob(i, str(i), config=Config(dp=n)) for i, n in enumerate([2, 2, 1, 3])]
+    sweep_run = SweepRun(tmp_path, parallel=2, jobs={i: [f"seed={i}"] for i in range(4)})
+    ends = run_processes(sweep_run, JobRunner("", ""), jobs)
     assert [end.status for end in ends] == ["failed"] * 4, "no job has left a result"
-    assert [end.code for end in ends] == [0, 1, 0, 0]
+    assert {end.item.number: end.process.returncode for end in ends} == {0: 0, 1: 1, 2: 0, 3: 0}
     given = [json.loads((tmp_path / str(i) / "output.log").read_text()) for i in range(4)]
     assert given == [[threads, None] for threads in ("3", "3", "6", "2")]
     running = 0
@@ -177,17 +171,15 @@ def test_jobs_that_would_take_the_same_gpu_of_several_are_refused(
 ) -> None:
     """Unless each command sees one GPU, or the jobs run on the CPU."""
     monkeypatch.setattr(accelerator, "visible_variable", lambda: "CUDA_VISIBLE_DEVICES")
-    settings = SweepSettings(Path(), OmegaConf.create(), frozenset(), frozenset())
     for parallel, device, count, refused in (
         *((2, "auto", 4, True), (2, "auto", 1, False), (2, "cpu", 4, False)),
         (1, "auto", 4, False),
     ):
         monkeypatch.setattr(accelerator, "count", lambda count=count: count)
         config = Config(device=device, dp=2, sweep=Sweep(parallel=parallel))
-        problems = [*settings.problems("loss", config, processes=True)]
+        problems = shared_gpus(config)
         assert [problem.fix for problem in problems] == ["sweep.parallel=1"] * refused
         assert not refused or "CUDA_VISIBLE_DEVICES=0 ..." in problems[0].reason
-        assert [*settings.problems("loss", config, processes=False)] == []
 
 
 def test_check_says_which_jobs_are_wrong_and_starts_nothing(tmp_path: Path) -> None:
@@ -220,6 +212,18 @@ def test_a_search_of_trials_beats_the_default_and_outlives_failed_ones(tmp_path:
     assert min(done) < result(tmp_path / "d")["value"] - 0.1
 
 
+@pytest.mark.slow
+def test_a_search_that_is_resumed_runs_what_is_not_done(tmp_path: Path) -> None:
+    """Its seed repeats the trials; a job that is done has its value from its first run."""
+    words = ["hydra/sweeper=optuna", "seed=range(0,9)", f"run_dir={tmp_path}"]
+    assert sweep(*words, "hydra.sweeper.n_trials=2", job="where").wait()[0] == 0
+    begun = (tmp_path / "0" / "where").read_text()
+    again = sweep(*words, "hydra.sweeper.n_trials=3", "sweep.resume=true", job="where")
+    code, out, _ = again.wait()
+    assert code == 0 and "job 0" not in out and "job 2: seed=" in out
+    assert (tmp_path / "0" / "where").read_text() == begun and statuses(tmp_path)[2] == "completed"
+
+
 @pytest.mark.parametrize(
     "words, told",
     [
@@ -231,7 +235,6 @@ def test_a_search_of_trials_beats_the_default_and_outlives_failed_ones(tmp_path:
             (["sweep.parallel=1,2"], "is common to all jobs of a sweep; write sweep.parallel=1"),
             (["sweep.submit=sbatch"], "hydra/launcher=submitit_slurm submits each job"),
             (["sweep.parallel=-1"], "sweep.parallel=-1: must be at least 1"),
-            (["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize"], "the best loss is"),
             (["optimizer.lr=interval(0.1,1)"], "write hydra/sweeper=optuna"),
             (["seed=3,4"], "seed=3,4: the key is given twice"),
             (["hydra.sweep.subdir=a"], "a sweep's jobs are in folders by their numbers"),
@@ -258,43 +261,51 @@ def test_a_closed_pipe_does_not_end_the_sweep(tmp_path: Path) -> None:
     assert statuses(tmp_path) == ["completed"] * 2
 
 
-def context(folder: Path, **changes: object) -> SweepRun:
-    inner = str(changes.pop("inner", ""))
-    settings = Sweep(**{"resume": True, **changes})
-    return SweepRun(folder, settings, "loss", ["train.py"], [], [], inner, True, frozenset())
+def opened(folder: Path, resume: bool = True) -> SweepRun:
+    sweep_run = SweepRun(folder)
+    assert sweep_run.open(resume) == []
+    return sweep_run
 
 
-def test_a_folder_of_a_run_or_of_another_sweep_is_refused(tmp_path: Path) -> None:
-    def told(folder: Path, **changes: object) -> list[str]:
-        return [problem.reason for problem in context(folder, **changes).open()]
+def test_a_folder_of_a_run_or_of_another_start_is_refused(tmp_path: Path) -> None:
+    def told(folder: Path, resume: bool) -> list[str]:
+        return [problem.reason for problem in SweepRun(folder).open(resume)]
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
-    assert told(tmp_path / "run") == ["has a run, not a sweep"]
-    first = context(tmp_path / "s", resume=False)
-    assert first.open() == []
-    first.jobs_to_run([["seed=1"], ["seed=2"]])
-    assert "is run by another start" in told(tmp_path / "s")[0]
+    assert told(tmp_path / "run", True) == ["has a run, not a sweep"]
+    first = opened(tmp_path / "s", resume=False)
+    assert first.jobs_to_run([["seed=1"], ["seed=2"]]) == [0, 1]
+    assert "is run by another start" in told(tmp_path / "s", True)[0]
     first.lock.close()
-    assert told(tmp_path / "s", resume=False) == ["holds a sweep of 2 jobs already"]
-    assert told(tmp_path / "s", inner="verify") == ["has the sweep of another program"]
-    assert told(tmp_path / "s") == []
+    assert told(tmp_path / "s", False) == ["holds a sweep of 2 jobs already"]
+    assert told(tmp_path / "s", True) == []
 
 
 def test_a_job_is_identified_by_its_overrides_and_claimed_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = context(tmp_path)
-    assert first.open() == []
+    first = opened(tmp_path)
     grid = [["lr=wsd", f"seed={seed}", "sweep.parallel=2"] for seed in range(5)]
-    assert [job.number for job in first.jobs_to_run(grid)] == [0, 1, 2, 3, 4]
+    assert first.jobs_to_run(grid) == [0, 1, 2, 3, 4]
+    first.lock.close()
     write_result(tmp_path / "0", status="completed", value=1.0, error=None, seconds=1, overrides=[])
     early = "stopped early by max_time, with a checkpoint"
     write_result(tmp_path / "1", status="stopped", value=1.0, error=early, seconds=1, overrides=[])
     (tmp_path / "3").mkdir()
     (tmp_path / "3" / "config.yaml").touch()
-    reordered = [["seed=9", f"seed={seed}", "lr=wsd"] for seed in (4, 3, 2, 1, 0)]
+    reordered = [["seed=9", f"seed={seed}", "lr=wsd"] for seed in (4, 3, 2, 1, 0, 5)]
     with lock_run_dir(tmp_path / "3"):
-        assert [job.number for job in context(tmp_path).jobs_to_run(reordered)] == [4, 2]
+        second = opened(tmp_path)
+        assert second.jobs_to_run(reordered) == [4, 2, 5]
     assert "job 3 runs elsewhere" in capsys.readouterr().out
-    assert [job.number for job in context(tmp_path).jobs_to_run(reordered)] == [4, 3, 2]
+    second.lock.close()
+    assert opened(tmp_path).jobs_to_run(reordered) == [4, 3, 2, 5]
+
+
+def test_a_sweep_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
+    """Its list has a header, and more of each job."""
+    more = {"folder": "0", "swept": ["seed=1"]}
+    lines = [{"value": "loss", "inner": ""}, {"number": 0, "overrides": ["seed=1"], **more}]
+    (tmp_path / "sweep.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert opened(tmp_path).jobs_to_run([["seed=2"], ["seed=1"]]) == [1, 0]

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from support.paths import ROOT
 from titanlike.metrics import units
-from titanlike.metrics.console import OPENING, Console, shorten, step_line, table_lines
+from titanlike.metrics.console import shorten, step_line, table_lines
 from titanlike.metrics.run_files import read_result, write_result
 from titanlike.metrics.sinks import JsonlSink, read_jsonl
 from titanlike.metrics.tensorboard_sink import TensorBoardSink, tensorboard_problem
@@ -265,19 +265,3 @@ def test_numbers_are_printed_in_readable_units():
     assert [units.decimal(x) for x in (3.21451, 0.0, 1.25e-5, math.nan)] == [
         *("3.2145", "0.0000", "1.250e-05", "nan")
     ]
-
-
-def test_the_next_job_in_a_terminal_prints_what_differs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(OPENING, str(tmp_path / "opening"))
-    shown = []
-    for seed in (1, 2, 2):
-        console = Console(steps=1)
-        with console.only_new():
-            console.fields([("device", "cpu"), ("seed", str(seed))])
-            console.line()
-        console.line("step 1")
-        shown.append(capsys.readouterr().out)
-    assert shown[0].split() == ["device", "cpu", "seed", "1", "step", "1"]
-    assert [lines.split() for lines in shown[1:]] == [["seed", "2", "step", "1"], ["step", "1"]]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
-import time
 from pathlib import Path
 from typing import Any
 
-from titanlike.driver.sweep_status import Job, SweepSpec, write_spec
+from titanlike.driver.sweep_table import add_job
 from titanlike.metrics.run_files import write_result
 from titanlike.metrics.sinks import JsonlSink
+
+
+def a_sweep(folder: Path, *jobs: list[str]) -> None:
+    """A directory with the jobs of a sweep, none of which has begun."""
+    folder.mkdir(exist_ok=True)
+    for number, overrides in enumerate(jobs):
+        add_job(folder, number, overrides)
 
 
 def log(run_dir: Path, records: list[dict[str, Any]], start: int = 0) -> Path:
@@ -46,33 +51,23 @@ def done(run_dir: Path, status: str = "completed", error: str | None = None, **f
     write_result(run_dir, status=status, error=error, **result)
 
 
-def config(run_dir: Path, text: str = "") -> None:
-    """config.yaml, with heartbeats every 10 s."""
+def config(run_dir: Path) -> None:
+    """config.yaml of a run that has begun."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    whole = f"defaults:\n- _self_\npp: 1\n{text}\nlaunch:\n  heartbeat: 10.0\n"
-    (run_dir / "config.yaml").write_text(whole)
-
-
-def age(run_dir: Path, seconds: float) -> None:
-    """Make the files of a run so old."""
-    for path in run_dir.rglob("*"):
-        os.utime(path, (time.time() - seconds,) * 2)
+    (run_dir / "config.yaml").write_text("defaults:\n- _self_\npp: 1\n")
 
 
 def every_status(folder: Path) -> None:
     """Twelve jobs, of which each came to another end."""
-    jobs = []
-    for number in range(12):
-        swept = [
-            f"schedule={('gpipe', '1f1b', 'interleaved1f1b')[number // 4]}",
-            f"pp={1 + number // 2 % 2}",
-            f"seed={number % 2}",
-        ]
-        jobs.append(Job(number, str(number), ["steps=40", *swept], swept))
-    write_spec(folder, SweepSpec("val_loss", "", jobs))
+    schedules = ("gpipe", "1f1b", "interleaved1f1b")
+    jobs = [
+        ["steps=40", f"schedule={schedules[n // 4]}", f"pp={1 + n // 2 % 2}", f"seed={n % 2}"]
+        for n in range(12)
+    ]
+    a_sweep(folder, *jobs)
     for number in (0, 1, 2, 11):
         log(folder / str(number), steps(40, 2 + number / 7, 1e4 + number))
-        done(folder / str(number), overrides=jobs[number].overrides)
+        done(folder / str(number), overrides=jobs[number])
     losses = steps(15)
     losses[-1]["loss"] = math.nan
     log(folder / "3", losses)
@@ -90,7 +85,7 @@ def every_status(folder: Path) -> None:
     )
     config(folder / "8")
     log(folder / "8", steps(25))
-    age(folder / "8", 3600)  # and no result: the machine went down
+    # and no result: the machine went down
     config(folder / "9")
     log(folder / "9", steps(12))
 

@@ -45,7 +45,6 @@ from titanlike.driver.job import (
 from titanlike.driver.overrides import CheckedOverrides, check_overrides, config_loader, parsed
 from titanlike.launch.environment import adopt_slurm
 from titanlike.launch.failures import JobFailed, record_for_torchrun
-from titanlike.metrics.console import OPENING
 from titanlike.metrics.run_files import Status
 
 if TYPE_CHECKING:
@@ -104,13 +103,13 @@ class Task:
                 self.error = error
             return self.end.value if self.end else None
         _, config, problems = parsed(composed)
-        overrides = self.sweep_run.register(overrides, hydra.job.num, run_dir)
-        name = self.sweep_run.group, self.sweep_run.job_name(overrides)
+        number = int(run_dir.name)
+        self.sweep_run.add(number, overrides)
+        overrides, group = self.sweep_run.jobs[number], self.sweep_run.group
+        name = group, self.sweep_run.job_name(number) or group
         # a launcher such as submitit pickles this object to another machine
         elsewhere = os.getpid() != self._pid
         run = partial(_run_elsewhere, self.runner) if elsewhere else self.runner.run
-        if not elsewhere:
-            os.environ[OPENING] = str(self.sweep_run.opening)
         end = run(config, problems, run_dir, overrides, name)
         if end.ends_sweep:
             raise SystemExit(end.code or 75)
@@ -161,20 +160,17 @@ def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
     try:
         problems = _problems(args, checked, runner)
         if checked.multirun and not problems:
-            assert checked.config is not None and checked.sweep is not None
-            settings = checked.sweep
-            folders = settings.folder, *settings.folder.parents
-            missing = [path for path in folders if not path.exists()]  # innermost first
+            assert checked.config is not None and checked.composed is not None
+            task.sweep_run = sweep_run = checked.sweep
+            assert sweep_run is not None
             if checked.new_folder and not args.check:
-                settings = replace(settings, folder=files.make_new_folder(settings.folder))
-            # saved before the sweep's spec, which a restart must find
-            state.set_default("hydra.sweep.dir", str(settings.folder))
+                sweep_run.folder = files.make_new_folder(sweep_run.folder)
+            # saved before the sweep's files, which a restart must find
+            state.set_default("hydra.sweep.dir", str(sweep_run.folder))
             from titanlike.driver.sweep import open_sweep
 
-            task.sweep_run = open_sweep(
-                args, checked.config, checked.notes, settings, runner, missing
-            )
-            problems = task.sweep_run.problems
+            sweeper = checked.composed.hydra.sweeper
+            problems = open_sweep(sweep_run, args, checked.config, runner, sweeper)
     except JobFailed as failed:
         print(failed, file=sys.stderr)
         record_for_torchrun(failed)
@@ -273,7 +269,6 @@ def _run(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
             code = print_problems([problem])
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
-        os.environ.pop(OPENING, None)
         if sweep_run is not None:
             code = sweep_run.close(code)
     return code

@@ -49,7 +49,7 @@ from titanlike.driver.argv import ConfigFiles, InvalidOverride, flat_keys, one_l
 
 if TYPE_CHECKING:
     from titanlike.driver.override_errors import Advice
-    from titanlike.driver.sweep import SweepSettings
+    from titanlike.driver.sweep import SweepRun
 
 _LEAVE_OUT = "leave it out"  # the fix if no override works
 _RAISED = "KeyError raised while resolving interpolation: "
@@ -106,7 +106,7 @@ class CheckedOverrides:
         self.config: Config | None = None  # from the valid overrides; None if nothing composes
         self.composed: DictConfig | None = None  # Hydra's composition, with the `hydra` section
         self.loader: ConfigLoaderImpl | None = None
-        self.sweep: SweepSettings | None = None  # if multirun
+        self.sweep: SweepRun | None = None  # if multirun
         # value of an environment variable in ${oc.env:NAME} -> its name
         self.environment = environment(" ".join(args.overrides))
         self.new_folder: Path | None = None  # named by time: no other launch may write there
@@ -328,12 +328,12 @@ class CheckedOverrides:
             return
         swept = {o.key_or_group for o in self._overrides if o.is_sweep_override()}
         if self.multirun:
-            from titanlike.driver.sweep import SweepSettings
+            from titanlike.driver.sweep import SweepRun
 
             given = frozenset(override.key_or_group for override in self._overrides)
-            self.sweep = SweepSettings(
-                folder.absolute(), composed.hydra.sweeper, given, given - swept
-            )
+            sweeper = str(composed.hydra.sweeper.get("_target_"))
+            grid = sweeper.startswith("hydra_plugins.titanlike_sweeps.")
+            self.sweep = SweepRun(folder.absolute(), given - swept, grid)
             for override in self._overrides if self.sweep.grid else ():
                 if override.is_interval_sweep():
                     key, value = override.key_or_group, override.get_value_string()

@@ -15,21 +15,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import inf
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from omegaconf import DictConfig
 
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.imports import outside
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import Config, Wandb
-from titanlike.driver.job import JobRunner, ResultReporter, config_problems, with_run_name
+from titanlike.config.schema import Config
+from titanlike.driver.job import JobRunner, ResultReporter, config_problems
 from titanlike.driver.sweep import SweepRun
-from titanlike.driver.sweep_status import Job
 from titanlike.launch.environment import (
     available_cores,
     import_path,
@@ -38,121 +37,87 @@ from titanlike.launch.environment import (
 )
 from titanlike.launch.failures import JobFailed, describe_exit
 from titanlike.launch.signals import Interrupted, StopRequest, interruptible
-from titanlike.metrics.console import OPENING
-from titanlike.metrics.run_files import ended_by_max_time, read_result, write_result
+from titanlike.metrics.run_files import ended_by_max_time, read_result
 
 OUTPUT = "output.log"  # output of a job without a terminal
-_CHECK_TIME = 60.0  # seconds spent on checking jobs before the first begins
 _POLL = 0.05  # seconds
-_KILL_AFTER = 30.0  # seconds after a second signal
 _STOPPED = 75  # exit code of a run that stopped with a checkpoint
 _TAIL = 2000  # characters of output searched for a crashed job's last lines
 
 
 @dataclass
-class Prepared:
-    """A job and its config, composed when first read since that takes time."""
+class ComposedJob:
+    """A job and its config."""
 
-    job: Job
-    compose: Callable[[], tuple[Config | None, list[Problem]]]
-    checked: bool = False  # checked without error; otherwise checked when it begins
-
-    @cached_property
-    def composed(self) -> tuple[Config | None, list[Problem]]:
-        """The config (None if the overrides do not compose), and problems of parsing."""
-        return self.compose()
-
-    @property
-    def config(self) -> Config | None:
-        return self.composed[0]
-
-    @property
-    def name(self) -> str:
-        return f"{self.job.number}: {','.join(self.job.swept)}".rstrip(": ")
+    number: int
+    name: str  # "3: seed=1"
+    composed: DictConfig | None = None  # by Hydra; this and config: None if it cannot compose it
+    config: Config | None = None
+    problems: Sequence[Problem] = ()  # of composing and parsing
 
 
-# a completed job's value, or why there is none
-End = float | None | Exception
-Ends = dict[int, End]  # job's number -> its end
-Here = Callable[[Prepared], float | None]  # runs a job in this process; raises JobFailed
+def run_jobs(
+    sweep: SweepRun,
+    runner: JobRunner,
+    jobs: list[ComposedJob],
+    here: Callable[[ComposedJob], float | None],
+) -> dict[int, float | None]:
+    """Run jobs to their ends, once all are checked; return the values of those that completed.
 
-
-def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Here) -> list[End]:
-    """Run jobs to their ends. All are checked before the first begins."""
-    refused = _check_all(sweep, runner, jobs)
-    valid = [item for item in jobs if item.job.number not in refused]
-    sweep.refused += len(refused)
-    ends: Ends = {**refused}
-    if sweep.check or not (valid or sweep.begun):
-        return [ends.get(item.job.number) for item in jobs]
-    sweep.begun = True
-    sweep.ran.update(item.job.number for item in jobs)
+    here: runs a job in this process, on the ranks of `runner`; raises JobFailed.
+    """
+    refused, imports = dict[int, JobFailed](), set[str]()
     for item in jobs:
-        if failed := refused.get(item.job.number):
-            with contextlib.suppress(OSError):
-                folder = sweep.job_folder(item.job)
-                folder.mkdir(parents=True, exist_ok=True)
-                ResultReporter(folder, item.job.overrides, 1).job_failed(failed)
-    if runner.ranks is not None:
-        for item in valid:
-            sweep.say(f"\njob {item.name}")
-            try:
-                ends[item.job.number] = here(item)
-            except JobFailed as failed:  # already reported
-                ends[item.job.number] = failed
-    else:
-        processes = run_processes(sweep, runner, valid)
-        ends |= {
-            item.job.number: end.value if end.done else JobFailed(end.error, end.error)
-            for item, end in zip(valid, processes, strict=True)
-        }
-    return [ends.get(item.job.number) for item in jobs]
-
-
-def _check_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> dict[int, JobFailed]:
-    """Return errors of jobs by number. Jobs that the time limit leaves out are checked later."""
-    refused, start = {}, time.monotonic()
-    for index, item in enumerate(jobs):
-        if not sweep.check and time.monotonic() - start > _CHECK_TIME:
-            rest = "the others are checked when they begin"
-            sweep.say(f"checked {index} of {len(jobs)} jobs in {_CHECK_TIME:.0f} s; {rest}")
-            break
         for line in outside(to_plain(item.config), {}) if item.config is not None else ():
-            if line not in sweep.imports:
-                sweep.imports.append(line)
+            if line not in imports:  # before user code is imported
+                imports.add(line)
                 sweep.say(redact(line))
         if failed := _refusal(runner, item):
             what = " is invalid" if failed.invalid else ""
-            sweep.say_error(f"job {item.name}{what}{_indented(failed.error)}")
-            refused[item.job.number] = failed
-        item.checked = failed is None
-    return refused
+            sweep.say(f"job {item.name}{what}{_indented(failed.error)}", error=True)
+            refused[item.number] = failed
+    valid = [item for item in jobs if item.number not in refused]
+    sweep.refused += len(refused)
+    if sweep.check or not (valid or sweep.begun):
+        return {}
+    sweep.begun = True
+    for item in jobs:
+        if failed := refused.get(item.number):
+            with contextlib.suppress(OSError):
+                _reporter(sweep, item).job_failed(failed)
+    if runner.ranks is None:
+        ended = run_processes(sweep, runner, valid)
+        return {job.item.number: job.value for job in ended if job.done}
+    values = {}
+    for item in valid:
+        sweep.say(f"\njob {item.name}")
+        with contextlib.suppress(JobFailed):  # it has been reported
+            values[item.number] = here(item)
+    return values
 
 
-def _refusal(runner: JobRunner, item: Prepared) -> JobFailed | None:
+def _refusal(runner: JobRunner, item: ComposedJob) -> JobFailed | None:
     """Return what is wrong with a job's config (errors, or a user's function that fails)."""
-    config, problems = item.composed
+    problems = [*item.problems]
     try:
         started = runner.ranks.world_size if runner.ranks else None
-        if config is not None:
-            problems = problems + config_problems(config, started, problems)
+        if item.config is not None:
+            problems += config_problems(item.config, started, problems)
     except JobFailed as failed:
         return failed
-    text = str(ConfigError(item.hiding(runner.environment) for item in problems))
+    text = str(ConfigError(problem.hiding(runner.environment) for problem in problems))
     return JobFailed(text, text, invalid=True) if text else None
 
 
-def arguments(sweep: SweepRun, item: Prepared) -> list[str]:
-    """Return a job's command line after the program's name."""
-    words = [*sweep.options, *item.job.overrides, "hydra.mode=RUN"]
-    words += [f"hydra.job.num={item.job.number}"]
-    words += [f"run_dir={quoted(str(sweep.folder / item.job.folder))}"]
-    if item.config is not None and isinstance(item.config.logger, Wandb):
-        logger = with_run_name(item.config, sweep.group, sweep.job_name(item.job.overrides)).logger
-        assert isinstance(logger, Wandb)
-        words += [f"logger.group={quoted(logger.group or '')}"]
-        words += [f"logger.run_name={quoted(logger.run_name or '')}"]
-    return words
+def _job_folder(sweep: SweepRun, item: ComposedJob) -> Path:
+    """Return the folder of a job's result.json and metrics.jsonl."""
+    return sweep.folder / str(item.number) / sweep.inner
+
+
+def _reporter(sweep: SweepRun, item: ComposedJob) -> ResultReporter:
+    folder = _job_folder(sweep, item)
+    folder.mkdir(parents=True, exist_ok=True)
+    return ResultReporter(folder, sweep.jobs[item.number], 1)
 
 
 def _indented(text: str) -> str:
@@ -166,164 +131,125 @@ def _indented(text: str) -> str:
 class JobProcess:
     """A job's process, and how it ended."""
 
-    item: Prepared
+    item: ComposedJob
     folder: Path  # the folder of result.json
+    reporter: ResultReporter
+    process: subprocess.Popen[bytes]
     start: float
-    output: IO[bytes] | None = None
-    process: subprocess.Popen[bytes] | None = None
     status: str = ""  # as in result.json
-    error: str = ""  # why it failed or could not be launched
+    error: str = ""  # why it did not complete
     value: float | None = None
-
-    @property
-    def code(self) -> int:
-        """The exit code of an ended process; negative: the signal that killed it."""
-        return 1 if self.process is None else self.process.returncode
 
     @property
     def done(self) -> bool:
         """Whether it completed, or reached its own max_time."""
         return self.status == "completed" or ended_by_max_time(self.status, self.error)
 
-    def end(self, seconds: float) -> None:
+    def end(self) -> None:
         """Read the result of an ended process, or write a result if it left none."""
         result: dict[str, Any] | None = None
         with contextlib.suppress(ValueError, OSError):
             result = read_result(self.folder)
-        if result is None or self.error:
-            error = self.error or describe_exit(self.code)
-            if self.output is not None:  # report its last lines
-                self.output.close()
+        if result is None:
+            self.status, self.error = "failed", describe_exit(self.process.returncode)
+            with contextlib.suppress(OSError):  # without a terminal: report its last lines
                 text = (self.folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
                 lines = [line for line in text[-_TAIL:].splitlines() if line.strip()]
-                error += "".join(f"\n  {line}" for line in lines[-5:])
-            result = {"status": "failed", "value": None, "error": error}
-            record: dict[str, Any] = {"seconds": seconds, "overrides": self.item.job.overrides}
-            with contextlib.suppress(OSError):  # it may have failed because the disk is full
-                write_result(self.folder, **result, **record)
-        if self.output is not None:
-            self.output.close()
-        self.status, self.value = result["status"], result["value"]
-        self.error = result["error"] or ""
+                self.error += _indented("\n".join(lines[-5:]))
+            self.reporter.write("failed", error=self.error)
+        else:
+            self.status, self.value = result["status"], result["value"]
+            self.error = result["error"] or ""
 
 
-def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> list[JobProcess]:
+def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[ComposedJob]) -> list[JobProcess]:
     """Run jobs, at most sweep.parallel at a time; return the ended processes.
 
     Raises SystemExit(75) if a signal stopped the jobs with checkpoints, Interrupted if it ended
     them.
     """
-    parallel, waiting = sweep.settings.parallel, [*jobs]
-    running: dict[int, JobProcess] = {}
-    ended: dict[int, JobProcess] = {}
+    waiting = [*jobs]
+    running: list[JobProcess] = []
+    ended: list[JobProcess] = []
     stop = _ForwardedStop(running)
     with interruptible(stop=stop):
         try:
-            while waiting or running:
-                while waiting and len(running) < parallel and not stop.received:
+            while running or (waiting and not stop.received):
+                while waiting and len(running) < sweep.parallel and not stop.received:
                     item, begun = waiting.pop(0), len(running) + len(ended) + 1
                     of = f"  ({begun} of {len(jobs)})" if len(jobs) > 1 else ""
                     alone = f"\njob {item.name}{of}"
-                    sweep.say(alone if parallel == 1 else f"job {item.name} begins{of}")
-                    running[item.job.number] = _start(sweep, runner, item)
-                for number, job in list(running.items()):
-                    if job.process is not None and job.process.poll() is None:
-                        continue
-                    del running[number]
-                    ended[number] = job
-                    job.end(time.monotonic() - job.start)
+                    sweep.say(alone if sweep.parallel == 1 else f"job {item.name} begins{of}")
+                    running.append(_start(sweep, runner, item))
+                for job in [job for job in running if job.process.poll() is not None]:
+                    running.remove(job)
+                    ended.append(job)
+                    job.end()
                     _say_end(sweep, job)
-                if stop.received and not running:
-                    break
-                stop.kill_overdue()
                 time.sleep(_POLL)
         finally:
-            for job in running.values():  # only after an exception
-                if job.process is not None:
-                    job.process.kill()  # its workers die with it
-    if stop.received and not (len(ended) == len(jobs) and all(job.done for job in ended.values())):
-        if all(job.code in (0, _STOPPED) for job in ended.values()):
+            for job in running:  # only after an exception
+                job.process.kill()  # its workers die with it
+    if stop.received and not (len(ended) == len(jobs) and all(job.done for job in ended)):
+        if all(job.process.returncode in (0, _STOPPED) for job in ended):
             raise SystemExit(_STOPPED)
         raise Interrupted(stop.code())
-    return [ended[item.job.number] for item in jobs]
+    return ended
 
 
-def _start(sweep: SweepRun, runner: JobRunner, item: Prepared) -> JobProcess:
-    """Launch a job's process."""
-    folder, parallel = sweep.job_folder(item.job), sweep.settings.parallel
-    job = JobProcess(item, folder, time.monotonic())
+def _start(sweep: SweepRun, runner: JobRunner, item: ComposedJob) -> JobProcess:
+    """Launch a job's process, as if its command had been typed. Raises OSError."""
+    folder, reporter = _job_folder(sweep, item), _reporter(sweep, item)
     env = without_rank_variables(os.environ)
-    if parallel == 1:
-        env[OPENING] = str(sweep.opening)
+    env.setdefault("WANDB_RUN_GROUP", sweep.group)
+    env["WANDB_NAME"] = sweep.job_name(item.number) or sweep.group
+    words = [*sweep.options(), *sweep.jobs[item.number], "hydra.mode=RUN"]
+    words += [f"hydra.job.num={item.number}"]
+    words += [f"run_dir={quoted(str(sweep.folder / str(item.number)))}"]
+    command = [*interpreter(), "-c", _program(runner, folder), *words]
+    start = time.monotonic()
+    if sweep.parallel == 1:
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
     else:
         ranks = item.config.world_size if item.config else 1
-        env.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // (parallel * ranks))))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "result.json").unlink(missing_ok=True)
-        if parallel != 1:
-            job.output = (folder / OUTPUT).open("ab")
-        job.process = subprocess.Popen(
-            [*interpreter(), "-c", _program(runner, folder, item), *arguments(sweep, item)],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=job.output,
-            stderr=None if job.output is None else subprocess.STDOUT,
-        )
-    except OSError as error:
-        job.error = f"could not be started: {error.strerror}: {error.filename}"
-    return job
+        threads = available_cores() // (sweep.parallel * ranks)
+        env.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+        streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+        with (folder / OUTPUT).open("ab") as output:
+            process = subprocess.Popen(command, env=env, stdout=output, **streams)
+    return JobProcess(item, folder, reporter, process, start)
 
 
 def _say_end(sweep: SweepRun, job: JobProcess) -> None:
-    if job.done and sweep.settings.parallel == 1:
+    if job.done and sweep.parallel == 1:
         return  # the job printed it itself
     what = "is done" if job.status == "completed" else job.status
     value = f", value {job.value:.6g}" if job.value is not None else ""
     line = f"job {job.item.name} {what} after {time.monotonic() - job.start:.0f} s{value}"
-    if job.done:
-        sweep.say(line)
-    else:
-        sweep.say_error(line + _indented(job.error))
+    sweep.say(line if job.done else line + _indented(job.error), error=not job.done)
 
 
 class _ForwardedStop(StopRequest):
     """Forwards signals to the jobs, which stop after a step, or immediately at the second one."""
 
-    def __init__(self, jobs: dict[int, JobProcess]) -> None:
+    def __init__(self, running: list[JobProcess]) -> None:
         super().__init__()
-        self._jobs = jobs
-        self._last, self._times, self._code = -inf, 0, 0
+        self._running = running
 
     def receive(self, signum: int) -> bool:
         """Forward a signal; return False if there is no job to stop first."""
         now = time.monotonic()
-        if now - self._last < 1.0:  # Ctrl-C also reaches the terminal's other processes
+        if now - self._received_at < 1.0:  # Ctrl-C also reaches the terminal's other processes
             return True
-        self._last, self._code, self._times = now, signum, self._times + 1
-        for job in list(self._jobs.values()):
-            if job.process is not None:
-                job.process.send_signal(signum)
-        return bool(self._jobs)
-
-    @property
-    def received(self) -> bool:
-        return bool(self._code)
-
-    def code(self, max_time: float | None = None) -> int:
-        return self._code
-
-    def kill_overdue(self) -> None:
-        """Kill jobs that still run long after a second signal."""
-        if self._times > 1 and time.monotonic() - self._last > _KILL_AFTER:
-            for job in self._jobs.values():
-                if job.process is not None:
-                    job.process.kill()
+        self._signum, self._received_at = signum, now
+        for job in [*self._running]:
+            job.process.send_signal(signum)
+        return bool(self._running)
 
 
-def _program(runner: JobRunner, folder: Path, item: Prepared) -> str:
+def _program(runner: JobRunner, folder: Path) -> str:
     """Return the Python code of a job's process, with the sweep's import path and program."""
-    call = f"start_job{(runner.function, runner.folder, str(folder), item.checked)!r}"
+    call = f"start_job{(runner.function, runner.folder, str(folder), True)!r}"
     return (
         f"import sys; sys.path[:] = {import_path()!r}; sys.argv[0] = {sys.argv[0]!r}; "
         "from signal import SIGTERM; from titanlike.launch.signals import die_with_parent; "

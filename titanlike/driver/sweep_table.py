@@ -1,198 +1,203 @@
-"""A sweep's table, printed at its end: a row for each job, errors, the best job, what is left."""
+"""A sweep's jobs, how each ended, and the table at its end. No torch.
+
+sweep.jsonl has a line for each job: {"number": 3, "overrides": [...]}; its files are in the folder of
+its number. Several processes append to it at once: a launcher's, which add the jobs of a search.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import shlex
 import shutil
-import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlike.config import files
+from titanlike.config.credentials import redact_override
+from titanlike.config.overrides import key_of
 from titanlike.driver.job import SWEEP_FILE
-from titanlike.driver.sweep_status import JobRow, SweepSpec, read_job_rows, read_spec
+from titanlike.launch.run_dir_lock import is_locked
 from titanlike.metrics import units
 from titanlike.metrics.console import LOG_WIDTH, shorten, table_lines
-from titanlike.metrics.summary import OBJECTIVES, is_maximized
+from titanlike.metrics.run_files import append_line, ended_by_max_time, read_result
+from titanlike.metrics.summary import OBJECTIVES, Summary, is_maximized, last_number, summarize
 
-_FRACTION = re.compile(r"-?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
-_WIDEST = 160  # columns of a terminal used at most
-_NAMED = 12  # unfinished jobs that are listed
-_SETTINGS = 5  # settings that have a column each; more are in one column
-_ERRORS = 20  # distinct errors below the table
+_KILLED = re.compile(r"(rank \d+ failed: )?killed by ")
+_LEFT_BY_RUNS = ("config.yaml", "metrics.jsonl", "logs", "result.json")
 _ROUNDING = 1e-5  # relative difference of equal objectives: layouts round differently
+_NAMED, _ERRORS = 8, 20  # jobs that are listed by number, distinct errors below the table
 
 
 @dataclass(frozen=True)
-class Table:
-    """A sweep's jobs and spec."""
+class _Job:
+    """A line of sweep.jsonl."""
 
-    spec: SweepSpec
-    rows: list[JobRow]
-
-    @property
-    def keys(self) -> list[str]:
-        """The settings that differ between jobs."""
-        return list(dict.fromkeys(key for row in self.rows for key in row.settings))
-
-    @property
-    def best(self) -> JobRow | None:
-        """Return the completed job with the best objective, the fastest among equals; None if not
-        comparable.
-
-        None for a tool's sweep, where it is unknown whether the value is maximized.
-        """
-        if self.spec.inner:
-            return None
-        sign = -1 if is_maximized(self.spec.value) else 1
-        rows = [(row.value, row) for row in self.rows if row.done]
-        done = [(sign * v, row) for v, row in rows if v is not None and math.isfinite(v)]
-        least = min((value for value, _ in done), default=0.0)
-
-        def slowness(row: JobRow) -> tuple[float, float, int]:
-            seconds = math.inf if row.seconds is None else row.seconds
-            speed = row.summary.tokens_per_second or row.summary.samples_per_second or 0.0
-            return -speed, seconds, row.job.number
-
-        ties = (row for value, row in done if value - least <= _ROUNDING * abs(least))
-        return min(ties, key=slowness, default=None)
-
-    @property
-    def left(self) -> list[JobRow]:
-        """Return the jobs that are not done."""
-        return [row for row in self.rows if not row.done]
+    number: int
+    overrides: list[str]
 
 
-def read_table(folder: Path, ended: Collection[int] = ()) -> Table:
-    """Read the table of a sweep's directory, at any time. ended: see `read_job_rows`.
+def add_job(folder: Path, number: int, overrides: Sequence[str]) -> None:
+    """Append a job to sweep.jsonl; credentials are written as ***."""
+    shown = [redact_override(text) for text in overrides]
+    # after a new line, for a killed process may have torn the last one
+    append_line(folder / SWEEP_FILE, "\n" + files.dumps({"number": number, "overrides": shown}))
 
-    Raises ValueError for a folder that is not a sweep's, OSError for unreadable files.
+
+def read_jobs(folder: Path) -> dict[int, list[str]]:
+    """Read the jobs of a sweep's directory by number, the last line of each; none if there is none.
+
+    Raises ValueError if sweep.jsonl is no regular file, OSError if it is unreadable.
     """
-    if (spec := read_spec(folder)) is None:
-        raise ValueError(f"{folder} is no sweep's: no {SWEEP_FILE} is in it")
-    return Table(spec, read_job_rows(folder, spec, ended))
+    jobs = {}
+    try:
+        lines = files.read_bytes(folder / SWEEP_FILE).split(b"\n")
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{folder / SWEEP_FILE} {error}") from None
+    for line in lines:
+        with contextlib.suppress(ValueError):  # torn, empty, or the header of earlier versions
+            job = files.as_record(files.loads(line), _Job)
+            jobs[job.number] = job.overrides
+    return dict(sorted(jobs.items()))
 
 
-def report(
-    table: Table, start: Sequence[str], again: Sequence[str], say: Callable[[str], None]
-) -> None:
-    """Print a sweep's table.
+@dataclass(frozen=True)
+class JobRow:
+    """A job, its status and its numbers. Statuses:
+
+    completed, failed, interrupted, stopped (early by a stop request: it can be resumed) and invalid
+    (an error in its config, nothing was started), as result.json says; killed: it ended without
+    result.json, or a signal killed one of its processes; running; waiting: not started yet.
+    """
+
+    number: int
+    overrides: list[str]
+    status: str
+    error: str | None
+    seconds: float | None  # wall time of its last launch
+    summary: Summary
+    value: float | None  # the objective so far
+
+    @property
+    def done(self) -> bool:
+        """Whether it completed, or reached its max_time."""
+        return self.status == "completed" or ended_by_max_time(self.status, self.error)
+
+
+def read_rows(folder: Path, value: str, inner: str = "") -> list[JobRow]:
+    """Return a row for each job in a sweep's directory, by number. Raises as `read_jobs`.
+
+    value: the objective, see `summary.objective_value`. inner: a tool's folder inside each job's.
+    """
+    rows = []
+    for number, overrides in read_jobs(folder).items():
+        run_dir = folder / str(number) / inner
+        result, unread = dict[str, Any](), "it ended without a word: no result.json"
+        try:
+            result = read_result(run_dir) or {}
+        except NotADirectoryError:
+            pass
+        except ValueError as odd:  # for example truncated by a copy
+            unread = str(odd)
+        status, error = result.get("status", "killed"), result.get("error") if result else unread
+        if status == "failed" and _KILLED.match(error or ""):
+            status = "killed"
+        elif not result and is_locked(run_dir):
+            status, error = "running", None
+        elif not result and not any((run_dir / name).exists() for name in _LEFT_BY_RUNS):
+            status, error = "waiting", None
+        summary = summarize(run_dir)
+        best = result.get("value") if status in ("completed", "stopped") else None
+        if best is None:
+            best = getattr(summary, value) if value in OBJECTIVES else last_number(run_dir, value)
+        seconds = result.get("seconds")
+        rows.append(JobRow(number, overrides, status, error, seconds, summary, best))
+    return rows
+
+
+def best_job(rows: Sequence[JobRow], value: str) -> JobRow | None:
+    """Return the completed job with the best objective, the fastest of those that are equal up to
+    rounding; None = none has one."""
+    sign = -1 if is_maximized(value) else 1
+    numbers = [(row.value, row) for row in rows if row.done]
+    done = [(sign * v, row) for v, row in numbers if v is not None and math.isfinite(v)]
+    least = min((number for number, _ in done), default=0.0)
+    ties = [row for number, row in done if number - least <= _ROUNDING * abs(least)]
+    return max(ties, key=lambda row: row.summary.tokens_per_second or 0.0, default=None)
+
+
+def sweep_lines(
+    rows: Sequence[JobRow], value: str, best: JobRow | None, start: list[str], again: list[str]
+) -> list[str]:
+    """Format the table, errors, the best job and the unfinished ones.
 
     start: the words before a job's own overrides. again: those that run this sweep again. Both are
     this command's own: of sweep.jsonl, which others may have written, only overrides are printed,
-    each quoted.
+    each quoted. Commands are not cut, so that they can be copied.
     """
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
-    for line in terminal_lines(table, start, again, width):
-        say(line)
-
-
-def terminal_lines(
-    table: Table, start: Sequence[str], again: Sequence[str], width: int
-) -> list[str]:
-    """Format the table in `width` columns at most, then errors, the best job and the unfinished
-    ones. Commands are not cut, so that they can be copied."""
-    width = min(width, _WIDEST)
-    headers, cells = _columns(table)
-    lines = table_lines("", headers, cells, width) if cells else []
-    if errors := _errors(table.rows, width):
-        lines += ["", *errors]
-    if (best := table.best) is not None and best.value is not None:
-        name, number = table.spec.value, best.job.number
+    width = shutil.get_terminal_size((LOG_WIDTH, 0)).columns
+    lines = table_lines("", *_columns(rows, value), width)
+    told = [
+        f"  {row.number} {row.status}: {row.error.splitlines()[0]}"
+        for row in rows
+        if row.error and row.status != "completed"
+    ]
+    lines += [""] * bool(told) + [shorten(line, width) for line in told[:_ERRORS]]
+    if len(told) > _ERRORS:
+        lines.append(f"  and {len(told) - _ERRORS} other errors, each in its job's result.json")
+    if best is not None and best.value is not None:
         forms = {"tokens_per_second": units.count, "memory_bytes": units.size}
-        shown = {**forms, "mfu": "{:.1%}".format}.get(name, units.decimal)(best.value)
-        line = shlex.join([*start, *best.job.overrides])
-        lines += ["", f"best {name}: {shown}, of job {number}", f"  {line}"]
-    lines += ["", counts(table)]
-    if any(row.status != "running" for row in table.left):
-        invalid = [row for row in table.left if row.status == "invalid"]
-        purpose = f" (jobs {_numbers(invalid)} are invalid as they are)" if invalid else ""
+        shown = {**forms, "mfu": "{:.1%}".format}.get(value, units.decimal)(best.value)
+        line = shlex.join([*start, *best.overrides])
+        lines += ["", f"best {value}: {shown}, of job {best.number}", f"  {line}"]
+    left: dict[str, list[JobRow]] = {}
+    for row in rows:
+        if not row.done:
+            left.setdefault(row.status, []).append(row)
+    named = ", ".join(f"{_numbers(jobs)} ({status})" for status, jobs in left.items())
+    done = f"{sum(row.done for row in rows)} of {len(rows)} done"
+    lines += ["", f"{done}; left: {named}" if left else done]
+    if left.keys() - {"running"}:
+        invalid = _numbers(left.get("invalid", []))
+        purpose = f" (jobs {invalid} are invalid as they are)" if invalid else ""
         resume = [] if "sweep.resume=true" in again else ["sweep.resume=true"]
         lines += [f"to run what is left{purpose}:", f"  {shlex.join([*again, *resume])}"]
     return lines
 
 
-def _columns(table: Table) -> tuple[list[str], list[list[str]]]:
-    """Return the headers, and each job's cells, without columns that are empty for all jobs."""
-    rows, known, keys = table.rows, table.spec.value in OBJECTIVES, table.keys
-    names = _short_names(keys)
-    numbers: list[tuple[str, list[Any], Callable[[Any], str]]] = [
+def _columns(rows: Sequence[JobRow], value: str) -> tuple[list[str], list[list[str]]]:
+    """Return the headers, and each job's cells: what differs between jobs, and what was measured
+    of any."""
+    columns = [("job", [str(row.number) for row in rows])]
+    settings = [{key_of(text): text.partition("=")[2] for text in row.overrides} for row in rows]
+    for key in dict.fromkeys(key for values in settings for key in values):
+        cells = [values.get(key, "") for values in settings]
+        if len({*cells}) > 1:
+            columns.append((key, cells))
+    columns.append(("status", [row.status for row in rows]))
+    numbers = [
         ("loss", [row.summary.loss for row in rows], units.decimal),
         ("val_loss", [row.summary.val_loss for row in rows], units.decimal),
-        *([] if known else [(table.spec.value, [row.value for row in rows], units.decimal)]),
+        (value, [row.value for row in rows if value not in OBJECTIVES], units.decimal),
         ("tok/s", [row.summary.tokens_per_second for row in rows], units.count),
         ("samples/s", [row.summary.samples_per_second for row in rows], units.count),
         ("memory", [row.summary.memory_bytes for row in rows], units.size),
         ("time", [row.seconds for row in rows], units.duration),
     ]
-    columns = [("job", [str(row.job.number) for row in rows])]
-    if len(keys) > _SETTINGS:
-        labels = [" ".join(f"{names[k]}={_setting(row, k)}" for k in row.settings) for row in rows]
-        columns.append(("overrides", labels))
-    else:
-        columns += [(names[key], [_setting(row, key) for row in rows]) for key in keys]
-    columns.append(("status", [row.status for row in rows]))
-    columns += [
-        (header, ["-" if v is None else form(v) for v in values])
-        for header, values, form in numbers
-        if any(v is not None for v in values)
-    ]
-    return [header for header, _ in columns], [
-        [cells[i] for _, cells in columns] for i in range(len(rows))
-    ]
+    for header, values, form in numbers:
+        if any(number is not None for number in values):
+            columns.append((header, ["-" if v is None else form(v) for v in values]))
+    headers, by_column = zip(*columns, strict=True)
+    return [*headers], [[*row] for row in zip(*by_column, strict=True)]
 
 
-def _setting(row: JobRow, key: str) -> str:
-    """Return a setting as written, except long fractions: 0.00031622776601683795 as 0.0003162."""
-    text = row.settings.get(key, "")
-    return f"{float(text):.4g}" if len(text) > 8 and _FRACTION.fullmatch(text) else text
-
-
-def _short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Shorten optimizer.lr to lr, unless another column has that name."""
-    taken = Counter(key.rpartition(".")[2] for key in keys)
-    taken.update(["job", "status", "loss", "val_loss", "tok/s", "samples/s", "memory", "time"])
-    names = {key: key.rpartition(".")[2] for key in keys}
-    return {key: name if taken[name] == 1 else key for key, name in names.items()}
-
-
-def _errors(rows: list[JobRow], width: int) -> list[str]:
-    """Return a line for each distinct error, with its jobs' numbers."""
-    by_text: dict[str, list[JobRow]] = {}
-    for row in rows:
-        if (error := (row.error or "").strip()) and row.status != "completed":
-            by_text.setdefault(f"{row.status}: {error.splitlines()[0]}", []).append(row)
-    errors = [*by_text.items()]
-    lines = [shorten(f"  {_numbers(jobs)} {text}", width) for text, jobs in errors[:_ERRORS]]
-    if len(errors) > _ERRORS:
-        lines.append(f"  and {len(errors) - _ERRORS} other errors, each in its job's result.json")
-    return lines
-
-
-def counts(table: Table) -> str:
-    """Return how many jobs are done, and how many unfinished by status."""
-    left, every = table.left, len(table.rows)
-    text = f"{every - len(left)} of {every} done"
-    by_status = {row.status: [r for r in left if r.status == row.status] for row in left}
-    if len(left) <= _NAMED:
-        named = ", ".join(f"{row.job.number} ({row.status})" for row in left)
-    else:
-        groups = by_status.items()
-        named = "; ".join(f"{len(jobs)} {status} ({_numbers(jobs)})" for status, jobs in groups)
-    return f"{text}; left: {named}" if left else text
-
-
-def _numbers(rows: list[JobRow]) -> str:
-    """Format job numbers as 3, 7-9; only the first few."""
-    runs: list[list[int]] = []
-    for number in sorted(row.job.number for row in rows):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
-    return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
+def _numbers(rows: Sequence[JobRow]) -> str:
+    """Format job numbers; only the first few."""
+    numbers = [str(row.number) for row in rows]
+    more = f", ... {len(numbers)} in all" if len(numbers) > _NAMED else ""
+    return ", ".join(numbers[:_NAMED]) + more

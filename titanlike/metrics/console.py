@@ -12,8 +12,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -22,7 +21,6 @@ from titanlike.config.errors import printable
 from titanlike.metrics import units
 
 NUMBER = re.compile(r"[-+~]?\d[\d.,:]*(e[-+]?\d+)?( ?[A-Za-z%/]+)*|nan|-?inf|-")
-OPENING = "TITANLIKE_OPENING"  # a file name, set for jobs of a sweep that share a terminal
 LOG_WIDTH = 120  # columns of a table without a terminal
 
 
@@ -48,8 +46,6 @@ class Console:
         self._terminal = stream.isatty()
         self._steps, self._start_step, self._log_every = steps, 0, log_every
         self._bar: tqdm | None = None
-        self._before: list[str] = []  # lines of the previous job, not to be printed again
-        self._block: list[str] | None = None  # lines of the current `only_new` block
         self._first: tuple[int, float] | None = None  # first step and its clock, for the ETA
 
     def start_at(self, step: int) -> None:
@@ -57,28 +53,8 @@ class Console:
         self.close()
         self._start_step, self._first = step, None
 
-    @contextlib.contextmanager
-    def only_new(self) -> Iterator[None]:
-        """A context that skips lines which the previous job of a sweep has printed in its block.
-        The file named by `OPENING` holds those lines, and afterwards this block's; without it all
-        lines are printed."""
-        if (path := os.environ.get(OPENING)) is None:
-            yield
-            return
-        self._block = []
-        with contextlib.suppress(OSError):
-            self._before = Path(path).read_text(encoding="utf-8").splitlines()
-        yield
-        with contextlib.suppress(OSError):
-            Path(path).write_text("\n".join(self._block), encoding="utf-8")
-        self._before, self._block = [], None
-
     def line(self, text: str = "") -> None:
         """Print a line, above the progress bar if there is one."""
-        if self._block is not None:
-            self._block.append(text)
-            if self._before and (text in self._before or not text):
-                return
         tqdm.write(printable(text), file=self._stream)
         self._stream.flush()
 

@@ -61,8 +61,7 @@ def _train(config: Config, worker: Worker, watchdog: Watchdog) -> dict[str, Any]
     with open_session(config, worker, watchdog) as session:
         start = session.progress.step
         if worker.rank == 0:
-            with session.console.only_new():
-                report.opening(session)
+            report.opening(session)
         session.console.start_at(start)
         with worker.stop_request.deferred():
             train_steps(session)
