@@ -80,7 +80,7 @@ class JobLauncher(Launcher):
         sweep_run = self.task.sweep_run
         assert sweep_run is not None, "only a sweep has a launcher"
         numbers = [sweep_run.number_of(overrides) for overrides in job_overrides]
-        values = {number: row.value for number, row in sweep_run.rows().items() if row.done}
+        values = {row.number: row.value for row in sweep_run.rows() if row.done}
         wanted = dict(zip(numbers, map(list, job_overrides), strict=True))
         jobs = [self._composed(n, words) for n, words in wanted.items() if n not in values]
         values |= run_jobs(sweep_run, self.task.runner, jobs, self._run_here)

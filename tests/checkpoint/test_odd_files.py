@@ -29,6 +29,7 @@ from titanlike.checkpoint.storage import INDEX, MARKER, DamagedCheckpoint, Stora
 from titanlike.config.schema import Config
 from titanlike.driver import sweep_table as report
 from titanlike.driver.job import SWEEP_FILE
+from titanlike.driver.sweep import SweepRun
 from titanlike.launch.environment import RestartState
 from titanlike.launch.failures import root_cause
 from titanlike.launch.heartbeat import read_beats
@@ -273,7 +274,7 @@ def test_the_sweep_table_survives_a_garbled_job_file(name: str, tmp_path: Path) 
         odd_file(sweep / "0" / name, odd)
         assert "0 of 1 done" in "\n".join(table(sweep)), odd
         if name == "result.json" and odd != "dangling":
-            assert name in str(report.read_rows(sweep, "loss")[0].error)
+            assert name in str(SweepRun(sweep).rows()[0].error)
 
 
 def test_the_list_of_a_sweeps_jobs_is_read_as_far_as_it_is_one(tmp_path: Path) -> None:
@@ -294,7 +295,7 @@ def a_sweep(folder: Path) -> Path:
 
 
 def table(folder: Path) -> list[str]:
-    return report.sweep_lines(report.read_rows(folder, "loss"), "loss", None, [], ["again"])
+    return report.sweep_lines(SweepRun(folder).rows(), "loss", None, [], ["again"])
 
 
 WORDS = ["number", "overrides", "status", "value", "error", "step", "loss"]

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from support.paths import ROOT
-from support.sweep_folders import a_sweep, config, done, log, steps
-from titanlike.driver.sweep_table import add_job, best_job, read_jobs, read_rows
+from support.sweep_folders import a_sweep, config, done, log, rows, steps
+from titanlike.driver.sweep_table import add_job, best_job, read_jobs
 from titanlike.metrics.run_files import Events
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
 
@@ -21,9 +21,9 @@ def test_a_job_that_was_not_started_waits_and_one_with_a_result_has_ended(tmp_pa
     done(tmp_path / "0" / "verify", value=512.0)
     (tmp_path / "1").mkdir()
     done(tmp_path / "1", value=9e9)  # of a training run in the same place: not the tool's
-    rows = read_rows(tmp_path, "loss", "verify")
-    assert [row.status for row in rows] == ["completed", "waiting", "waiting"]
-    assert [row.value for row in rows] == [512.0, None, None]
+    found = rows(tmp_path, "loss", "verify")
+    assert [row.status for row in found] == ["completed", "waiting", "waiting"]
+    assert [row.value for row in found] == [512.0, None, None]
 
 
 def test_speed_is_the_steady_state_speed(tmp_path):
@@ -69,7 +69,7 @@ def test_a_run_without_a_complete_record_has_no_metrics(tmp_path):
         (folder / "metrics.jsonl").write_bytes(text)
         assert summarize(folder) == summarize(tmp_path / "none") == Summary()
         (folder / "result.json").write_text('{"status": "comp')
-    assert [row.status for row in read_rows(tmp_path, "loss")] == ["killed"] * 4
+    assert [row.status for row in rows(tmp_path, "loss")] == ["killed"] * 4
 
 
 @pytest.mark.parametrize("value", ["loss", "tokens_per_second", "memory_bytes"])
@@ -81,7 +81,7 @@ def test_the_best_job_is_the_one_that_the_objective_says(tmp_path, value):
         names = [name for name in OBJECTIVES if name != "memory_bytes" or math.isfinite(size)]
         log(tmp_path / str(number), [{"step": 1, **{name: size for name in names}}])
         done(tmp_path / str(number), "completed" if number < 3 else "failed", "no" * (number == 3))
-    assert best_job(read_rows(tmp_path, value), value).number == (2 if OBJECTIVES[value] else 1)
+    assert best_job(rows(tmp_path, value), value).number == (2 if OBJECTIVES[value] else 1)
 
 
 def test_a_job_that_failed_before_it_validated_has_no_validation_loss(tmp_path):
@@ -93,7 +93,7 @@ def test_a_job_that_failed_before_it_validated_has_no_validation_loss(tmp_path):
             [{"step": 1, "loss": 2.0, **({} if number else {"val_loss": 3.0})}],
         )
         done(tmp_path / str(number), status, "nan" * number)
-    assert [row.value for row in read_rows(tmp_path, "val_loss")] == [3.0, None]
+    assert [row.value for row in rows(tmp_path, "val_loss")] == [3.0, None]
 
 
 def test_processes_add_jobs_at_once_and_none_is_lost(tmp_path):

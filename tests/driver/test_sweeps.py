@@ -23,7 +23,7 @@ from titanlike.driver import sweep_jobs
 from titanlike.driver.job import JobRunner
 from titanlike.driver.sweep import SweepRun, shared_gpus
 from titanlike.driver.sweep_jobs import ComposedJob, run_processes
-from titanlike.driver.sweep_table import JobRow, read_rows
+from titanlike.driver.sweep_table import JobRow
 from titanlike.launch.run_dir_lock import lock_run_dir
 from titanlike.metrics.run_files import write_result
 from titanlike.metrics.sinks import read_jsonl
@@ -45,7 +45,7 @@ def sweep(*words: object, job: str = "trains") -> Launched:
 
 
 def table(folder: Path) -> list[JobRow]:
-    return read_rows(folder, "loss")
+    return SweepRun(folder).rows()
 
 
 def statuses(folder: Path) -> list[str]:
@@ -153,10 +153,11 @@ def test_parallel_jobs_are_bounded_and_fail_independently(
     told: list[str] = []
     monkeypatch.setattr(SweepRun, "say", lambda _, line, **__: told.append(line))
     jobs = [ComposedJob(i, str(i), config=Config(dp=n)) for i, n in enumerate([2, 2, 1, 3])]
-    sweep_run = SweepRun(tmp_path, parallel=2, jobs={i: [f"seed={i}"] for i in range(4)})
+    sweep_run = SweepRun(tmp_path, parallel=2, jobs={i: ["seed=1"] for i in range(4)})
     ends = run_processes(sweep_run, JobRunner("", ""), jobs)
     assert [end.status for end in ends] == ["failed"] * 4, "no job has left a result"
-    assert {end.item.number: end.process.returncode for end in ends} == {0: 0, 1: 1, 2: 0, 3: 0}
+    codes = {end.number: end.error.split()[3] for end in ends}  # exited with code N
+    assert codes == {0: "0", 1: "1", 2: "0", 3: "0"}
     given = [json.loads((tmp_path / str(i) / "output.log").read_text()) for i in range(4)]
     assert given == [[threads, None] for threads in ("3", "3", "6", "2")]
     running = 0

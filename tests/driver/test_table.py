@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 
-from support.sweep_folders import STATUSES, a_sweep, done, every_status, log, steps
-from titanlike.driver.sweep_table import best_job, read_rows, sweep_lines
+from support.sweep_folders import STATUSES, a_sweep, done, every_status, log, rows, steps
+from titanlike.driver.sweep_table import best_job, sweep_lines
 from titanlike.launch.run_dir_lock import lock_run_dir
 
 
 def lines(folder, value="loss", start=(), again=("again",)):
-    rows = read_rows(folder, value)
-    return sweep_lines(rows, value, best_job(rows, value), [*start], [*again])
+    table = rows(folder, value)
+    return sweep_lines(table, value, best_job(table, value), [*start], [*again])
 
 
 def test_of_jobs_that_are_equally_good_the_fastest_is_the_best(tmp_path):
@@ -21,7 +21,7 @@ def test_of_jobs_that_are_equally_good_the_fastest_is_the_best(tmp_path):
     for number, (level, speed) in enumerate([(2.0, 1e4), (2 + 1e-8, 3e4), (2.0, 3e4), (2.01, 9e4)]):
         log(tmp_path / str(number), steps(20, level, speed))
         done(tmp_path / str(number))
-    assert best_job(read_rows(tmp_path, "loss"), "loss").number == 1
+    assert best_job(rows(tmp_path), "loss").number == 1
 
 
 AWKWARD = [

@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from titanlike.driver.sweep_table import add_job
+from titanlike.driver.sweep import SweepRun
+from titanlike.driver.sweep_table import JobRow, add_job
 from titanlike.metrics.run_files import write_result
 from titanlike.metrics.sinks import JsonlSink
 
@@ -16,6 +17,10 @@ def a_sweep(folder: Path, *jobs: list[str]) -> None:
     folder.mkdir(exist_ok=True)
     for number, overrides in enumerate(jobs):
         add_job(folder, number, overrides)
+
+
+def rows(folder: Path, value: str = "loss", inner: str = "") -> list[JobRow]:
+    return SweepRun(folder, value=value, inner=inner).rows()
 
 
 def log(run_dir: Path, records: list[dict[str, Any]], start: int = 0) -> Path:

@@ -163,6 +163,7 @@ def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
             assert checked.config is not None and checked.composed is not None
             task.sweep_run = sweep_run = checked.sweep
             assert sweep_run is not None
+            sweep_run.notes += checked.notes
             if checked.new_folder and not args.check:
                 sweep_run.folder = files.make_new_folder(sweep_run.folder)
             # saved before the sweep's files, which a restart must find

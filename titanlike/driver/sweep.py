@@ -23,7 +23,7 @@ from titanlike.driver.sweep_table import (
     add_job,
     best_job,
     read_jobs,
-    read_rows,
+    read_row,
     sweep_lines,
 )
 from titanlike.launch.run_dir_lock import claim
@@ -46,6 +46,7 @@ class SweepRun:
     inner: str = ""  # a tool's folder inside a job's folder, or ""
     check: bool = False  # --check
     jobs: dict[int, list[str]] = field(default_factory=dict)  # number -> overrides
+    notes: list[str] = field(default_factory=list)  # printed lines about user code
     planned: set[int] = field(default_factory=set)  # numbers of this command's jobs
     begun: bool = False  # whether its folder has a sweep, from this or an earlier launch
     refused: int = 0  # number of jobs whose configs have errors
@@ -109,16 +110,25 @@ class SweepRun:
     def _numbers(self) -> dict[tuple[str, ...], int]:
         return {_identity(overrides): number for number, overrides in self.jobs.items()}
 
-    def rows(self) -> dict[int, JobRow]:
+    def job_folder(self, number: int) -> Path:
+        """Return the folder of a job's result.json and metrics.jsonl."""
+        return self.folder / str(number) / self.inner
+
+    def row(self, number: int) -> JobRow:
+        """Return how a job stands."""
+        return read_row(self.job_folder(number), number, self.jobs[number], self.value)
+
+    def rows(self) -> list[JobRow]:
         """Return how each job of the directory stands, by number."""
         if self.check:
-            return {}
-        return {row.number: row for row in read_rows(self.folder, self.value, self.inner)}
+            return []
+        self.jobs = read_jobs(self.folder)  # other processes may have added some
+        return [*map(self.row, self.jobs)]
 
     def jobs_to_run(self, combinations: list[list[str]]) -> list[int]:
         """Add all jobs of a grid; return the numbers of those that this command runs."""
         numbers = dict.fromkeys(map(self.number_of, combinations))
-        own = [row for number, row in self.rows().items() if number in numbers]
+        own = [row for row in self.rows() if row.number in numbers]
         done = [row.number for row in own if row.done]
         running = [row.number for row in own if row.status == "running"]
         if not self.check:
@@ -141,7 +151,7 @@ class SweepRun:
                     (self.folder / name).unlink()
                 self.folder.rmdir()
             return 2
-        if not (rows := [*self.rows().values()]):
+        if not (rows := self.rows()):
             return code  # no job was planned
         best = None if self.inner else best_job(rows, self.value)  # of a tool's value unknown
         for line in ["", *sweep_lines(rows, self.value, best, self._start(), self._again())]:

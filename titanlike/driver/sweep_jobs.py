@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
@@ -29,6 +29,7 @@ from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 from titanlike.driver.job import JobRunner, ResultReporter, config_problems
 from titanlike.driver.sweep import SweepRun
+from titanlike.driver.sweep_table import JobRow
 from titanlike.launch.environment import (
     available_cores,
     import_path,
@@ -37,7 +38,6 @@ from titanlike.launch.environment import (
 )
 from titanlike.launch.failures import JobFailed, describe_exit
 from titanlike.launch.signals import Interrupted, StopRequest, interruptible
-from titanlike.metrics.run_files import ended_by_max_time, read_result
 
 OUTPUT = "output.log"  # output of a job without a terminal
 _POLL = 0.05  # seconds
@@ -66,11 +66,11 @@ def run_jobs(
 
     here: runs a job in this process, on the ranks of `runner`; raises JobFailed.
     """
-    refused, imports = dict[int, JobFailed](), set[str]()
+    refused: dict[int, JobFailed] = {}
     for item in jobs:
         for line in outside(to_plain(item.config), {}) if item.config is not None else ():
-            if line not in imports:  # before user code is imported
-                imports.add(line)
+            if line not in sweep.notes:  # before user code is imported
+                sweep.notes.append(line)
                 sweep.say(redact(line))
         if failed := _refusal(runner, item):
             what = " is invalid" if failed.invalid else ""
@@ -86,8 +86,7 @@ def run_jobs(
             with contextlib.suppress(OSError):
                 _reporter(sweep, item).job_failed(failed)
     if runner.ranks is None:
-        ended = run_processes(sweep, runner, valid)
-        return {job.item.number: job.value for job in ended if job.done}
+        return {row.number: row.value for row in run_processes(sweep, runner, valid) if row.done}
     values = {}
     for item in valid:
         sweep.say(f"\njob {item.name}")
@@ -109,13 +108,9 @@ def _refusal(runner: JobRunner, item: ComposedJob) -> JobFailed | None:
     return JobFailed(text, text, invalid=True) if text else None
 
 
-def _job_folder(sweep: SweepRun, item: ComposedJob) -> Path:
-    """Return the folder of a job's result.json and metrics.jsonl."""
-    return sweep.folder / str(item.number) / sweep.inner
-
-
 def _reporter(sweep: SweepRun, item: ComposedJob) -> ResultReporter:
-    folder = _job_folder(sweep, item)
+    """Return what writes a job's result.json; an earlier one is deleted."""
+    folder = sweep.job_folder(item.number)
     folder.mkdir(parents=True, exist_ok=True)
     return ResultReporter(folder, sweep.jobs[item.number], 1)
 
@@ -127,79 +122,51 @@ def _indented(text: str) -> str:
 # --- as processes ---------------------------------------------------------------------------------
 
 
-@dataclass
-class JobProcess:
-    """A job's process, and how it ended."""
+class JobProcess(NamedTuple):
+    """A job's process."""
 
     item: ComposedJob
-    folder: Path  # the folder of result.json
-    reporter: ResultReporter
     process: subprocess.Popen[bytes]
+    reporter: ResultReporter
     start: float
-    status: str = ""  # as in result.json
-    error: str = ""  # why it did not complete
-    value: float | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether it completed, or reached its own max_time."""
-        return self.status == "completed" or ended_by_max_time(self.status, self.error)
-
-    def end(self) -> None:
-        """Read the result of an ended process, or write a result if it left none."""
-        result: dict[str, Any] | None = None
-        with contextlib.suppress(ValueError, OSError):
-            result = read_result(self.folder)
-        if result is None:
-            self.status, self.error = "failed", describe_exit(self.process.returncode)
-            with contextlib.suppress(OSError):  # without a terminal: report its last lines
-                text = (self.folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
-                lines = [line for line in text[-_TAIL:].splitlines() if line.strip()]
-                self.error += _indented("\n".join(lines[-5:]))
-            self.reporter.write("failed", error=self.error)
-        else:
-            self.status, self.value = result["status"], result["value"]
-            self.error = result["error"] or ""
 
 
-def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[ComposedJob]) -> list[JobProcess]:
-    """Run jobs, at most sweep.parallel at a time; return the ended processes.
+def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[ComposedJob]) -> list[JobRow]:
+    """Run jobs, at most sweep.parallel at a time; return how they ended, in this order.
 
     Raises SystemExit(75) if a signal stopped the jobs with checkpoints, Interrupted if it ended
     them.
     """
-    waiting = [*jobs]
+    waiting, rows, codes = [*jobs], list[JobRow](), list[int]()
     running: list[JobProcess] = []
-    ended: list[JobProcess] = []
     stop = _ForwardedStop(running)
     with interruptible(stop=stop):
         try:
             while running or (waiting and not stop.received):
                 while waiting and len(running) < sweep.parallel and not stop.received:
-                    item, begun = waiting.pop(0), len(running) + len(ended) + 1
+                    item, begun = waiting.pop(0), len(running) + len(rows) + 1
                     of = f"  ({begun} of {len(jobs)})" if len(jobs) > 1 else ""
                     alone = f"\njob {item.name}{of}"
                     sweep.say(alone if sweep.parallel == 1 else f"job {item.name} begins{of}")
                     running.append(_start(sweep, runner, item))
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
-                    ended.append(job)
-                    job.end()
-                    _say_end(sweep, job)
+                    codes.append(job.process.returncode)
+                    rows.append(_end(sweep, job))
                 time.sleep(_POLL)
         finally:
             for job in running:  # only after an exception
                 job.process.kill()  # its workers die with it
-    if stop.received and not (len(ended) == len(jobs) and all(job.done for job in ended)):
-        if all(job.process.returncode in (0, _STOPPED) for job in ended):
+    if stop.received and not (len(rows) == len(jobs) and all(row.done for row in rows)):
+        if {*codes} <= {0, _STOPPED}:
             raise SystemExit(_STOPPED)
         raise Interrupted(stop.code())
-    return ended
+    return rows
 
 
 def _start(sweep: SweepRun, runner: JobRunner, item: ComposedJob) -> JobProcess:
     """Launch a job's process, as if its command had been typed. Raises OSError."""
-    folder, reporter = _job_folder(sweep, item), _reporter(sweep, item)
+    reporter, folder = _reporter(sweep, item), sweep.job_folder(item.number)
     env = without_rank_variables(os.environ)
     env.setdefault("WANDB_RUN_GROUP", sweep.group)
     env["WANDB_NAME"] = sweep.job_name(item.number) or sweep.group
@@ -207,26 +174,36 @@ def _start(sweep: SweepRun, runner: JobRunner, item: ComposedJob) -> JobProcess:
     words += [f"hydra.job.num={item.number}"]
     words += [f"run_dir={quoted(str(sweep.folder / str(item.number)))}"]
     command = [*interpreter(), "-c", _program(runner, folder), *words]
-    start = time.monotonic()
-    if sweep.parallel == 1:
-        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
-    else:
-        ranks = item.config.world_size if item.config else 1
-        threads = available_cores() // (sweep.parallel * ranks)
-        env.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
-        streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-        with (folder / OUTPUT).open("ab") as output:
-            process = subprocess.Popen(command, env=env, stdout=output, **streams)
-    return JobProcess(item, folder, reporter, process, start)
+    with contextlib.ExitStack() as stack:
+        output = None
+        if sweep.parallel > 1:
+            output = stack.enter_context((folder / OUTPUT).open("ab"))
+            ranks = item.config.world_size if item.config else 1
+            threads = max(1, available_cores() // (sweep.parallel * ranks))
+            env.setdefault("OMP_NUM_THREADS", str(threads))
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+    return JobProcess(item, process, reporter, time.monotonic())
 
 
-def _say_end(sweep: SweepRun, job: JobProcess) -> None:
-    if job.done and sweep.parallel == 1:
-        return  # the job printed it itself
-    what = "is done" if job.status == "completed" else job.status
-    value = f", value {job.value:.6g}" if job.value is not None else ""
-    line = f"job {job.item.name} {what} after {time.monotonic() - job.start:.0f} s{value}"
-    sweep.say(line if job.done else line + _indented(job.error), error=not job.done)
+def _end(sweep: SweepRun, job: JobProcess) -> JobRow:
+    """Say how a job ended, after writing a result if it has left none."""
+    folder = sweep.job_folder(job.item.number)
+    if not (folder / "result.json").exists():
+        error = describe_exit(job.process.returncode)
+        with contextlib.suppress(OSError):  # without a terminal: its last lines
+            text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
+            lines = [line for line in text[-_TAIL:].splitlines() if line.strip()]
+            error += _indented("\n".join(lines[-5:]))
+        job.reporter.write("failed", error=error)
+    row = sweep.row(job.item.number)
+    if not (row.done and sweep.parallel == 1):  # else it has said it itself
+        what = "is done" if row.status == "completed" else row.status
+        value = f", value {row.value:.6g}" if row.done and row.value is not None else ""
+        line = f"job {job.item.name} {what} after {time.monotonic() - job.start:.0f} s{value}"
+        sweep.say(line + _indented(row.error or "") * (not row.done), error=not row.done)
+    return row
 
 
 class _ForwardedStop(StopRequest):

@@ -89,35 +89,27 @@ class JobRow:
         return self.status == "completed" or ended_by_max_time(self.status, self.error)
 
 
-def read_rows(folder: Path, value: str, inner: str = "") -> list[JobRow]:
-    """Return a row for each job in a sweep's directory, by number. Raises as `read_jobs`.
-
-    value: the objective, see `summary.objective_value`. inner: a tool's folder inside each job's.
-    """
-    rows = []
-    for number, overrides in read_jobs(folder).items():
-        run_dir = folder / str(number) / inner
-        result, unread = dict[str, Any](), "it ended without a word: no result.json"
-        try:
-            result = read_result(run_dir) or {}
-        except NotADirectoryError:
-            pass
-        except ValueError as odd:  # for example truncated by a copy
-            unread = str(odd)
-        status, error = result.get("status", "killed"), result.get("error") if result else unread
-        if status == "failed" and _KILLED.match(error or ""):
-            status = "killed"
-        elif not result and is_locked(run_dir):
-            status, error = "running", None
-        elif not result and not any((run_dir / name).exists() for name in _LEFT_BY_RUNS):
-            status, error = "waiting", None
-        summary = summarize(run_dir)
-        best = result.get("value") if status in ("completed", "stopped") else None
-        if best is None:
-            best = getattr(summary, value) if value in OBJECTIVES else last_number(run_dir, value)
-        seconds = result.get("seconds")
-        rows.append(JobRow(number, overrides, status, error, seconds, summary, best))
-    return rows
+def read_row(run_dir: Path, number: int, overrides: list[str], value: str) -> JobRow:
+    """Return how a job stands; value: the objective. Raises OSError for unreadable files."""
+    result, unread = dict[str, Any](), "it ended without a word: no result.json"
+    try:
+        result = read_result(run_dir) or {}
+    except NotADirectoryError:
+        pass
+    except ValueError as odd:  # for example truncated by a copy
+        unread = str(odd)
+    status, error = result.get("status", "killed"), result.get("error") if result else unread
+    if status == "failed" and _KILLED.match(error or ""):
+        status = "killed"
+    elif not result and is_locked(run_dir):
+        status, error = "running", None
+    elif not result and not any((run_dir / name).exists() for name in _LEFT_BY_RUNS):
+        status, error = "waiting", None
+    summary = summarize(run_dir)
+    best = result.get("value") if status in ("completed", "stopped") else None
+    if best is None:
+        best = getattr(summary, value) if value in OBJECTIVES else last_number(run_dir, value)
+    return JobRow(number, overrides, status, error, result.get("seconds"), summary, best)
 
 
 def best_job(rows: Sequence[JobRow], value: str) -> JobRow | None:
