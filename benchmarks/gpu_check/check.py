@@ -344,10 +344,8 @@ def _counted(outcomes: Iterable[Outcome]) -> str:
 def _describe_machine() -> dict[str, Any]:
     """Versions, names and bytes of memory of the GPUs. Raises OSError if torch fails here."""
     # in a subprocess: this process must not hold GPU memory while cells run
-    command = "from titanlike.device.memory import print_machine; print_machine()"
-    done = subprocess.run(
-        [sys.executable, "-c", command], capture_output=True, text=True, env=child_environment()
-    )
+    command = [sys.executable, "-m", "benchmarks.gpu_check.machine"]
+    done = subprocess.run(command, capture_output=True, text=True, env=child_environment())
     if done.returncode:
         raise OSError(f"torch does not start here: {done.stderr.strip()[-500:]}")
     return json.loads(done.stdout.splitlines()[-1])

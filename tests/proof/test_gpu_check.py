@@ -21,13 +21,13 @@ from benchmarks.gpu_check import cells as gpu_cells
 from benchmarks.gpu_check import check as gpu_check
 from benchmarks.gpu_check.cells import Cell, Outcome, plan, run_cell
 from benchmarks.gpu_check.check import Places, visible_gpus
+from benchmarks.gpu_check.stacks import STACKS, where_ranks_stand
 from benchmarks.speed.host_waits import waits_by_place
 from support.cells import GRID, slow
 from support.command_lines import examined
 from support.paths import ROOT
 from support.waiting import until
 from titanlike.driver.checks import problems
-from titanlike.launch.stacks import STACKS, where_ranks_stand
 
 DEVICES = torch.cuda.device_count()
 ON_GPUS = [cell for cell in plan(max(8, DEVICES), gpus=DEVICES or 2) if cell.kind != "speed"]

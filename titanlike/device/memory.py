@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import json
 import os
 import resource
 import sys
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from titanlike.device.accelerator import accelerator, count, empty_cache, is_accelerator, name
+from titanlike.device.accelerator import empty_cache, is_accelerator
 from titanlike.torch_private.accelerator import started, use_expandable_segments
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -86,17 +85,6 @@ def prepare_allocator(device: torch.device) -> None:
     chosen = any(variable in os.environ for variable in _ALLOCATOR_VARIABLES)
     if device.type == "cuda" and torch.version.cuda and sys.platform == "linux" and not chosen:
         use_expandable_segments()
-
-
-def print_machine() -> None:
-    """Print installed versions, and names and memory of the accelerators, as JSON. Initializes
-    them."""
-    versions = {"torch": torch.__version__, "CUDA": torch.version.cuda, "ROCm": torch.version.hip}
-    devices = [torch.device(accelerator() or "cpu", index) for index in range(count())]
-    if devices and torch.distributed.is_nccl_available():
-        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    memory = [total_memory(device, len(devices)) for device in devices]
-    print(json.dumps({"versions": versions, "names": [*map(name, devices)], "memory": memory}))
 
 
 def return_freed_memory() -> None:

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from titanlike.config import files
 
-STACKS = signal.SIGURG  # asks a rank for its stacks: see stacks.py
+STACKS = signal.SIGURG  # asks a rank to write its stacks to its log
 MAX_TIME = 1000  # a stop code, not a signal's number
 GRACE = 5.0  # seconds for the main thread to exit by itself after a signal
 _REPEAT = 1.0  # seconds within which a second signal counts as the same one
