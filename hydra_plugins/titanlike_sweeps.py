@@ -1,8 +1,8 @@
 """The sweeper and the launcher of `-m`. Hydra finds plugins in the package hydra_plugins alone.
 
 The sweeper (`hydra/sweeper=grid`) decides which jobs there are, the launcher (`hydra/launcher=jobs`)
-how they run: as processes of this machine, or on the ranks that torchrun started. Each also works with
-Hydra's other plugins, such as hydra/sweeper=optuna or hydra/launcher=submitit_slurm.
+how they run, as processes of this machine. Each also works with Hydra's other plugins, such as
+hydra/sweeper=optuna or hydra/launcher=submitit_slurm; ranks that torchrun started have Hydra's basic launcher.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
@@ -24,7 +24,7 @@ from titanlike.config.overrides import to_hydra
 
 if TYPE_CHECKING:
     from titanlike.driver.drive import Task
-    from titanlike.driver.sweep_jobs import ComposedJob
+    from titanlike.driver.sweep_jobs import Composed
 
 # defaults of hydra.sweeper and hydra.launcher; `params` are the overrides of a sweep written in a
 # file, everything else is set in the config group `sweep`
@@ -82,44 +82,25 @@ class JobLauncher(Launcher):
         numbers = [sweep_run.number_of(overrides) for overrides in job_overrides]
         values = {row.number: row.value for row in sweep_run.rows() if row.done}
         wanted = dict(zip(numbers, map(list, job_overrides), strict=True))
-        jobs = [self._composed(n, words) for n, words in wanted.items() if n not in values]
-        values |= run_jobs(sweep_run, self.task.runner, jobs, self._run_here)
+        jobs = {n: self._composed(n, words) for n, words in wanted.items() if n not in values}
+        values |= run_jobs(sweep_run, self.task.runner, jobs)
         ended = {"working_dir": os.getcwd(), "status": JobStatus.COMPLETED}
         return [JobReturn(sweep_run.jobs[n], **ended, _return_value=values.get(n)) for n in numbers]
 
-    def _composed(self, number: int, overrides: list[str]) -> ComposedJob:
+    def _composed(self, number: int, overrides: list[str]) -> Composed:
         from titanlike.config.errors import Problem
         from titanlike.driver.argv import one_line
         from titanlike.driver.overrides import parsed
-        from titanlike.driver.sweep_jobs import ComposedJob
 
-        sweep_run = self.task.sweep_run
-        assert sweep_run is not None
-        job = ComposedJob(number, f"{number}: {sweep_run.job_name(number)}".rstrip(": "))
         try:
             composed = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
             with open_dict(composed):
                 composed.hydra.job.id = composed.hydra.job.num = number
                 composed.hydra.sweep.subdir = str(number)
-            _, config, job.problems = parsed(composed)
-            job.composed = composed
-            job.config = replace(config, run_dir=str(sweep_run.folder / str(number)))
+            _, config, problems = parsed(composed)
+            folder = f"{composed.hydra.sweep.dir}/{number}"
+            return replace(config, run_dir=folder), problems
         except Exception as error:
             if not type(error).__module__.startswith(("hydra", "omegaconf")):
                 raise
-            job.problems = [Problem("config", "", one_line(error))]
-        return job
-
-    def _run_here(self, job: ComposedJob) -> float | None:
-        self.task.runner = replace(self.task.runner, checked=True)
-        ended = run_job(
-            hydra_context=self.hydra_context,
-            task_function=self.task,
-            config=job.composed,
-            job_dir_key="hydra.sweep.dir",
-            job_subdir_key="hydra.sweep.subdir",
-            configure_logging=False,
-        )
-        if ended.status != JobStatus.COMPLETED:
-            raise ended._return_value
-        return ended._return_value
+            return None, [Problem("config", "", one_line(error))]

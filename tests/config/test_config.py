@@ -363,7 +363,7 @@ def test_a_printed_command_is_quoted_for_the_shell(tmp_path: Path) -> None:
         sweep = SimpleNamespace(command=["seed=1,2"], program=["python", "train.py"], folder=folder)
         words = pasted(shlex.join(SweepRun._again(sweep)))
         assert words[:3] == ["python", "train.py", "seed=1,2"]
-        override = OverridesParser.create().parse_override(words[3])
+        override = OverridesParser.create().parse_override(words[-2])
         assert override.key_or_group == "run_dir" and str(override.value()) == str(folder)
 
 

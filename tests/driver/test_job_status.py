@@ -80,20 +80,9 @@ def test_the_best_job_is_the_one_that_the_objective_says(tmp_path, value):
     for number, size in enumerate((math.nan, 2.0, 3.0, 1.0 if not OBJECTIVES[value] else 9.0)):
         names = [name for name in OBJECTIVES if name != "memory_bytes" or math.isfinite(size)]
         log(tmp_path / str(number), [{"step": 1, **{name: size for name in names}}])
-        done(tmp_path / str(number), "completed" if number < 3 else "failed", "no" * (number == 3))
+        status, error = ("completed", None) if number < 3 else ("failed", "no")
+        done(tmp_path / str(number), status, error, value=size)
     assert best_job(rows(tmp_path, value), value).number == (2 if OBJECTIVES[value] else 1)
-
-
-def test_a_job_that_failed_before_it_validated_has_no_validation_loss(tmp_path):
-    """Its training loss is not compared with the others' validation losses."""
-    a_sweep(tmp_path, ["seed=0"], ["seed=1"])
-    for number, status in enumerate(("completed", "failed")):
-        log(
-            tmp_path / str(number),
-            [{"step": 1, "loss": 2.0, **({} if number else {"val_loss": 3.0})}],
-        )
-        done(tmp_path / str(number), status, "nan" * number)
-    assert [row.value for row in rows(tmp_path, "val_loss")] == [3.0, None]
 
 
 def test_processes_add_jobs_at_once_and_none_is_lost(tmp_path):

@@ -22,7 +22,7 @@ from titanlike.device import accelerator
 from titanlike.driver import sweep_jobs
 from titanlike.driver.job import JobRunner
 from titanlike.driver.sweep import SweepRun, shared_gpus
-from titanlike.driver.sweep_jobs import ComposedJob, run_processes
+from titanlike.driver.sweep_jobs import run_processes
 from titanlike.driver.sweep_table import JobRow
 from titanlike.launch.run_dir_lock import lock_run_dir
 from titanlike.metrics.run_files import write_result
@@ -152,7 +152,7 @@ def test_parallel_jobs_are_bounded_and_fail_independently(
     write_result(tmp_path / "3", status="completed", value=7.0, error=None, seconds=1, overrides=[])
     told: list[str] = []
     monkeypatch.setattr(SweepRun, "say", lambda _, line, **__: told.append(line))
-    jobs = [ComposedJob(i, str(i), config=Config(dp=n)) for i, n in enumerate([2, 2, 1, 3])]
+    jobs = {i: Config(dp=n) for i, n in enumerate([2, 2, 1, 3])}
     sweep_run = SweepRun(tmp_path, parallel=2, jobs={i: ["seed=1"] for i in range(4)})
     ends = run_processes(sweep_run, JobRunner("", ""), jobs)
     assert [end.status for end in ends] == ["failed"] * 4, "no job has left a result"

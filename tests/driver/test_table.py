@@ -20,7 +20,7 @@ def test_of_jobs_that_are_equally_good_the_fastest_is_the_best(tmp_path):
     a_sweep(tmp_path, *([f"seed={n}"] for n in range(4)))
     for number, (level, speed) in enumerate([(2.0, 1e4), (2 + 1e-8, 3e4), (2.0, 3e4), (2.01, 9e4)]):
         log(tmp_path / str(number), steps(20, level, speed))
-        done(tmp_path / str(number))
+        done(tmp_path / str(number), value=level)
     assert best_job(rows(tmp_path), "loss").number == 1
 
 
@@ -42,7 +42,7 @@ def test_any_override_is_written_so_that_it_can_be_read_again(tmp_path):
     log(tmp_path / "1", steps(3, 1.0))
     done(tmp_path / "1", "failed", 'a, "b" | c\nsecond line')
     assert '  1 failed: a, "b" | c' in lines(tmp_path)
-    done(tmp_path / "1")
+    done(tmp_path / "1", value=1.0)
     (line,) = (line for line in lines(tmp_path, start=["python", "x"]) if line.startswith("  py"))
     assert shlex.split(line) == ["python", "x", "pp=1", *AWKWARD]
 
@@ -66,14 +66,14 @@ def test_the_table_tells_every_status(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     every_status(tmp_path)
     start = ["python", "train.py", "--config-dir", "$(x)"]
-    again = ["python", "train.py", "-m", "data.path=a b", "seed=1,2"]
+    again = ["python", "train.py", "-m", "data.path=a b", "seed=1,2", "sweep.resume=true"]
     with lock_run_dir(tmp_path / "9"):
         told = lines(tmp_path, "val_loss", start, again)
     text = "\n".join(told)
     found = re.findall(r"^ +(\d+)  (?:gpipe|1f1b|interleaved1f1b) +[12] +[01] +(\w+)", text, re.M)
     assert found == [(str(number), status) for number, status in enumerate(STATUSES)]
     assert "3 failed: the loss of step 15 is nan\n" in text
-    assert "best val_loss: 2.1452, of job 0\n" in text
+    assert "best val_loss: 2.5, of job 0\n" in text
     assert "  python train.py --config-dir '$(x)' steps=40 schedule=gpipe pp=1 seed=0\n" in text
     assert "to run what is left (jobs 4 are invalid as they are):" in text
     assert text.endswith("\n  python train.py -m 'data.path=a b' seed=1,2 sweep.resume=true")

@@ -72,7 +72,7 @@ def every_status(folder: Path) -> None:
     a_sweep(folder, *jobs)
     for number in (0, 1, 2, 11):
         log(folder / str(number), steps(40, 2 + number / 7, 1e4 + number))
-        done(folder / str(number), overrides=jobs[number])
+        done(folder / str(number), value=2.5 + number, overrides=jobs[number])
     losses = steps(15)
     losses[-1]["loss"] = math.nan
     log(folder / "3", losses)

@@ -107,6 +107,7 @@ class Task:
         self.sweep_run.add(number, overrides)
         overrides, group = self.sweep_run.jobs[number], self.sweep_run.group
         name = group, self.sweep_run.job_name(number) or group
+        self.sweep_run.say(f"\njob {self.sweep_run.label(number)}")
         # a launcher such as submitit pickles this object to another machine
         elsewhere = os.getpid() != self._pid
         run = partial(_run_elsewhere, self.runner) if elsewhere else self.runner.run

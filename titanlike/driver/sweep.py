@@ -87,6 +87,10 @@ class SweepRun:
         """Return a job's name: the overrides that the sweep varies, or ""."""
         return ",".join(text for text in self.jobs[number] if key_of(text) not in self.fixed)
 
+    def label(self, number: int) -> str:
+        """Return a job's number and name, as "3: seed=1"."""
+        return f"{number}: {self.job_name(number)}".rstrip(": ")
+
     def add(self, number: int, overrides: Iterable[str]) -> None:
         """Add a job, unless its number is known."""
         self.planned.add(number)
@@ -116,7 +120,7 @@ class SweepRun:
 
     def row(self, number: int) -> JobRow:
         """Return how a job stands."""
-        return read_row(self.job_folder(number), number, self.jobs[number], self.value)
+        return read_row(self.job_folder(number), number, self.jobs[number])
 
     def rows(self) -> list[JobRow]:
         """Return how each job of the directory stands, by number."""
@@ -173,7 +177,7 @@ class SweepRun:
         if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in words):
             plain = re.fullmatch(r"[\w./-]+", str(self.folder), re.ASCII)  # needs no quotes
             words.append(f"run_dir={self.folder if plain else quoted(str(self.folder))}")
-        return [*self.program, *words]
+        return [*self.program, *words, "sweep.resume=true"]
 
     def options(self) -> list[str]:
         """Return the options of the command line that each job needs, too."""
@@ -235,8 +239,10 @@ def open_sweep(
         args.overrides[:0] = [  # first, so that what the user sets counts
             f"hydra.sweeper.{key}={text}" for key, text in search.items() if key in known
         ]
+    if args.check or runner.ranks is not None:  # jobs run here, or on these ranks
+        others = [text for text in args.overrides if not text.startswith("hydra/launcher=")]
+        args.overrides = [*others, f"hydra/launcher={'jobs' if args.check else 'basic'}"]
     if args.check:
-        args.overrides.append("hydra/launcher=jobs")  # the launcher that runs jobs here
         return []
     if runner.ranks is None and (problems := shared_gpus(config)):
         return problems

@@ -1,4 +1,4 @@
-"""Runs the jobs of a sweep: only checking them, on the ranks of torchrun or srun, or as processes.
+"""Checks the jobs of a sweep, and runs them as processes.
 
 A job's process runs as if the user had typed its command, so a crash does not affect the next one.
 Sequential jobs share the terminal; parallel ones write to their own output.log, and their beginning
@@ -15,12 +15,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
-
-from omegaconf import DictConfig
 
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
@@ -45,74 +42,47 @@ _STOPPED = 75  # exit code of a run that stopped with a checkpoint
 _TAIL = 2000  # characters of output searched for a crashed job's last lines
 
 
-@dataclass
-class ComposedJob:
-    """A job and its config."""
-
-    number: int
-    name: str  # "3: seed=1"
-    composed: DictConfig | None = None  # by Hydra; this and config: None if it cannot compose it
-    config: Config | None = None
-    problems: Sequence[Problem] = ()  # of composing and parsing
+Composed = tuple[Config | None, list[Problem]]  # None if Hydra cannot compose the config
 
 
 def run_jobs(
-    sweep: SweepRun,
-    runner: JobRunner,
-    jobs: list[ComposedJob],
-    here: Callable[[ComposedJob], float | None],
+    sweep: SweepRun, runner: JobRunner, jobs: Mapping[int, Composed]
 ) -> dict[int, float | None]:
-    """Run jobs to their ends, once all are checked; return the values of those that completed.
-
-    here: runs a job in this process, on the ranks of `runner`; raises JobFailed.
-    """
-    refused: dict[int, JobFailed] = {}
-    for item in jobs:
-        for line in outside(to_plain(item.config), {}) if item.config is not None else ():
+    """Run jobs to their ends, once all are checked; return the values of those that completed."""
+    refused, valid = dict[int, JobFailed](), dict[int, Config]()
+    for number, (config, problems) in jobs.items():
+        for line in outside(to_plain(config), {}) if config is not None else ():
             if line not in sweep.notes:  # before user code is imported
                 sweep.notes.append(line)
                 sweep.say(redact(line))
-        if failed := _refusal(runner, item):
+        try:
+            if config is not None:
+                valid[number] = config
+                problems = problems + config_problems(config, None, problems)
+            text = str(ConfigError(problem.hiding(runner.environment) for problem in problems))
+            failed = JobFailed(text, text, invalid=True) if text else None
+        except JobFailed as error:  # a user's function
+            failed = error
+        if failed is not None:
             what = " is invalid" if failed.invalid else ""
-            sweep.say(f"job {item.name}{what}{_indented(failed.error)}", error=True)
-            refused[item.number] = failed
-    valid = [item for item in jobs if item.number not in refused]
+            sweep.say(f"job {sweep.label(number)}{what}{_indented(failed.error)}", error=True)
+            refused[number] = failed
+            valid.pop(number, None)
     sweep.refused += len(refused)
     if sweep.check or not (valid or sweep.begun):
         return {}
     sweep.begun = True
-    for item in jobs:
-        if failed := refused.get(item.number):
-            with contextlib.suppress(OSError):
-                _reporter(sweep, item).job_failed(failed)
-    if runner.ranks is None:
-        return {row.number: row.value for row in run_processes(sweep, runner, valid) if row.done}
-    values = {}
-    for item in valid:
-        sweep.say(f"\njob {item.name}")
-        with contextlib.suppress(JobFailed):  # it has been reported
-            values[item.number] = here(item)
-    return values
+    for number, failed in refused.items():
+        with contextlib.suppress(OSError):
+            _reporter(sweep, number).job_failed(failed)
+    return {row.number: row.value for row in run_processes(sweep, runner, valid) if row.done}
 
 
-def _refusal(runner: JobRunner, item: ComposedJob) -> JobFailed | None:
-    """Return what is wrong with a job's config (errors, or a user's function that fails)."""
-    problems = [*item.problems]
-    try:
-        started = runner.ranks.world_size if runner.ranks else None
-        if item.config is not None:
-            problems += config_problems(item.config, started, problems)
-    except JobFailed as failed:
-        return failed
-    text = str(ConfigError(problem.hiding(runner.environment) for problem in problems))
-    return JobFailed(text, text, invalid=True) if text else None
-
-
-def _reporter(sweep: SweepRun, item: ComposedJob) -> ResultReporter:
+def _reporter(sweep: SweepRun, number: int) -> ResultReporter:
     """Return what writes a job's result.json; an earlier one is deleted."""
-    folder = sweep.job_folder(item.number)
+    folder = sweep.job_folder(number)
     folder.mkdir(parents=True, exist_ok=True)
-    return ResultReporter(folder, sweep.jobs[item.number], 1)
+    return ResultReporter(folder, sweep.jobs[number], 1)
 
 
 def _indented(text: str) -> str:
@@ -125,13 +95,13 @@ def _indented(text: str) -> str:
 class JobProcess(NamedTuple):
     """A job's process."""
 
-    item: ComposedJob
+    number: int
     process: subprocess.Popen[bytes]
     reporter: ResultReporter
     start: float
 
 
-def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[ComposedJob]) -> list[JobRow]:
+def run_processes(sweep: SweepRun, runner: JobRunner, jobs: Mapping[int, Config]) -> list[JobRow]:
     """Run jobs, at most sweep.parallel at a time; return how they ended, in this order.
 
     Raises SystemExit(75) if a signal stopped the jobs with checkpoints, Interrupted if it ended
@@ -144,11 +114,13 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[ComposedJob]) -
         try:
             while running or (waiting and not stop.received):
                 while waiting and len(running) < sweep.parallel and not stop.received:
-                    item, begun = waiting.pop(0), len(running) + len(rows) + 1
+                    number, begun = waiting.pop(0), len(running) + len(rows) + 1
                     of = f"  ({begun} of {len(jobs)})" if len(jobs) > 1 else ""
-                    alone = f"\njob {item.name}{of}"
-                    sweep.say(alone if sweep.parallel == 1 else f"job {item.name} begins{of}")
-                    running.append(_start(sweep, runner, item))
+                    alone = f"\njob {sweep.label(number)}{of}"
+                    sweep.say(
+                        alone if sweep.parallel == 1 else f"job {sweep.label(number)} begins{of}"
+                    )
+                    running.append(_start(sweep, runner, number, jobs[number]))
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
                     codes.append(job.process.returncode)
@@ -164,32 +136,31 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[ComposedJob]) -
     return rows
 
 
-def _start(sweep: SweepRun, runner: JobRunner, item: ComposedJob) -> JobProcess:
+def _start(sweep: SweepRun, runner: JobRunner, number: int, config: Config) -> JobProcess:
     """Launch a job's process, as if its command had been typed. Raises OSError."""
-    reporter, folder = _reporter(sweep, item), sweep.job_folder(item.number)
+    reporter, folder = _reporter(sweep, number), sweep.job_folder(number)
     env = without_rank_variables(os.environ)
     env.setdefault("WANDB_RUN_GROUP", sweep.group)
-    env["WANDB_NAME"] = sweep.job_name(item.number) or sweep.group
-    words = [*sweep.options(), *sweep.jobs[item.number], "hydra.mode=RUN"]
-    words += [f"hydra.job.num={item.number}"]
-    words += [f"run_dir={quoted(str(sweep.folder / str(item.number)))}"]
+    env["WANDB_NAME"] = sweep.job_name(number) or sweep.group
+    words = [*sweep.options(), *sweep.jobs[number], "hydra.mode=RUN"]
+    words += [f"hydra.job.num={number}"]
+    words += [f"run_dir={quoted(str(sweep.folder / str(number)))}"]
     command = [*interpreter(), "-c", _program(runner, folder), *words]
     with contextlib.ExitStack() as stack:
         output = None
         if sweep.parallel > 1:
             output = stack.enter_context((folder / OUTPUT).open("ab"))
-            ranks = item.config.world_size if item.config else 1
-            threads = max(1, available_cores() // (sweep.parallel * ranks))
+            threads = max(1, available_cores() // (sweep.parallel * config.world_size))
             env.setdefault("OMP_NUM_THREADS", str(threads))
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
-    return JobProcess(item, process, reporter, time.monotonic())
+    return JobProcess(number, process, reporter, time.monotonic())
 
 
 def _end(sweep: SweepRun, job: JobProcess) -> JobRow:
     """Say how a job ended, after writing a result if it has left none."""
-    folder = sweep.job_folder(job.item.number)
+    folder = sweep.job_folder(job.number)
     if not (folder / "result.json").exists():
         error = describe_exit(job.process.returncode)
         with contextlib.suppress(OSError):  # without a terminal: its last lines
@@ -197,11 +168,11 @@ def _end(sweep: SweepRun, job: JobProcess) -> JobRow:
             lines = [line for line in text[-_TAIL:].splitlines() if line.strip()]
             error += _indented("\n".join(lines[-5:]))
         job.reporter.write("failed", error=error)
-    row = sweep.row(job.item.number)
+    row = sweep.row(job.number)
     if not (row.done and sweep.parallel == 1):  # else it has said it itself
         what = "is done" if row.status == "completed" else row.status
         value = f", value {row.value:.6g}" if row.done and row.value is not None else ""
-        line = f"job {job.item.name} {what} after {time.monotonic() - job.start:.0f} s{value}"
+        line = f"job {sweep.label(job.number)} {what} after {time.monotonic() - job.start:.0f} s{value}"
         sweep.say(line + _indented(row.error or "") * (not row.done), error=not row.done)
     return row
 

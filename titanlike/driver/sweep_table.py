@@ -24,7 +24,7 @@ from titanlike.launch.run_dir_lock import is_locked
 from titanlike.metrics import units
 from titanlike.metrics.console import LOG_WIDTH, shorten, table_lines
 from titanlike.metrics.run_files import append_line, ended_by_max_time, read_result
-from titanlike.metrics.summary import OBJECTIVES, Summary, is_maximized, last_number, summarize
+from titanlike.metrics.summary import OBJECTIVES, Summary, is_maximized, summarize
 
 _KILLED = re.compile(r"(rank \d+ failed: )?killed by ")
 _LEFT_BY_RUNS = ("config.yaml", "metrics.jsonl", "logs", "result.json")
@@ -79,9 +79,9 @@ class JobRow:
     overrides: list[str]
     status: str
     error: str | None
-    seconds: float | None  # wall time of its last launch
     summary: Summary
-    value: float | None  # the objective so far
+    value: float | None  # the objective, once it has ended
+    seconds: float | None  # wall time of its last launch
 
     @property
     def done(self) -> bool:
@@ -89,8 +89,8 @@ class JobRow:
         return self.status == "completed" or ended_by_max_time(self.status, self.error)
 
 
-def read_row(run_dir: Path, number: int, overrides: list[str], value: str) -> JobRow:
-    """Return how a job stands; value: the objective. Raises OSError for unreadable files."""
+def read_row(run_dir: Path, number: int, overrides: list[str]) -> JobRow:
+    """Return how a job stands. Raises OSError for unreadable files."""
     result, unread = dict[str, Any](), "it ended without a word: no result.json"
     try:
         result = read_result(run_dir) or {}
@@ -105,11 +105,8 @@ def read_row(run_dir: Path, number: int, overrides: list[str], value: str) -> Jo
         status, error = "running", None
     elif not result and not any((run_dir / name).exists() for name in _LEFT_BY_RUNS):
         status, error = "waiting", None
-    summary = summarize(run_dir)
-    best = result.get("value") if status in ("completed", "stopped") else None
-    if best is None:
-        best = getattr(summary, value) if value in OBJECTIVES else last_number(run_dir, value)
-    return JobRow(number, overrides, status, error, result.get("seconds"), summary, best)
+    numbers = summarize(run_dir), result.get("value"), result.get("seconds")
+    return JobRow(number, overrides, status, error, *numbers)
 
 
 def best_job(rows: Sequence[JobRow], value: str) -> JobRow | None:
@@ -143,10 +140,8 @@ def sweep_lines(
     if len(told) > _ERRORS:
         lines.append(f"  and {len(told) - _ERRORS} other errors, each in its job's result.json")
     if best is not None and best.value is not None:
-        forms = {"tokens_per_second": units.count, "memory_bytes": units.size}
-        shown = {**forms, "mfu": "{:.1%}".format}.get(value, units.decimal)(best.value)
-        line = shlex.join([*start, *best.overrides])
-        lines += ["", f"best {value}: {shown}, of job {best.number}", f"  {line}"]
+        lines += ["", f"best {value}: {best.value:.6g}, of job {best.number}"]
+        lines += [f"  {shlex.join([*start, *best.overrides])}"]
     left: dict[str, list[JobRow]] = {}
     for row in rows:
         if not row.done:
@@ -157,8 +152,7 @@ def sweep_lines(
     if left.keys() - {"running"}:
         invalid = _numbers(left.get("invalid", []))
         purpose = f" (jobs {invalid} are invalid as they are)" if invalid else ""
-        resume = [] if "sweep.resume=true" in again else ["sweep.resume=true"]
-        lines += [f"to run what is left{purpose}:", f"  {shlex.join([*again, *resume])}"]
+        lines += [f"to run what is left{purpose}:", f"  {shlex.join(again)}"]
     return lines
 
 
