@@ -167,17 +167,23 @@ def _speed(record: dict[str, Any]) -> str:
 
 
 def table_lines(
-    title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]], width: int
+    title: str,
+    headers: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    width: int,
+    indent: str = "  ",
 ) -> list[str]:
     """Format a table as lines of at most `width` characters: title, headers, a rule, rows."""
     cells = [[_cell(value) for value in row] for row in rows]
     columns = list(zip(*([list(headers)] if headers else []), *cells, strict=True))
     numbers = (
-        cells and all(NUMBER.fullmatch(row[i]) for row in cells) for i in range(len(columns))
+        cells and all(not row[i] or NUMBER.fullmatch(row[i]) for row in cells)
+        for i in range(len(columns))
     )
     aligns = [">" if number else "<" for number in numbers]
     widths = [max(map(len, column)) for column in columns]
-    indent, gap = "  ", "  "
+    room = width - len(indent) - sum(widths)
+    gap = "  " if room >= 2 * len(widths) - 2 else " "
     available = width - len(indent) - len(gap) * (len(widths) - 1)
     while sum(widths) > available and max(widths) > 1:
         # shorten text before numbers, the widest first

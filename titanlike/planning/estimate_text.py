@@ -12,6 +12,7 @@ from titanlike.distributed.placement import experts_of
 from titanlike.metrics import units
 from titanlike.metrics.chart import Chart, MemoryCurve, Span
 from titanlike.metrics.chart_picture import inline_svg
+from titanlike.metrics.console import table_lines
 from titanlike.planning.advice import Advice
 from titanlike.planning.estimate import Estimate
 from titanlike.planning.known_hardware import axes, link_of
@@ -266,17 +267,7 @@ def table(header: list[str], rows: list[list[str]], width: int) -> str:
             first = [f"{first[0]}-{others[-1][0]}", f"{first[1]} ..", *first[2:]]
             others = []
         merged += [first, *others]
-    widths = [max(map(len, column)) for column in zip(header, *merged, strict=True)]
-    gap = 2 if sum(widths) + 2 * len(widths) <= width else 1
-    left_column = 1 if has_ranks else 0  # column
-    lines = []
-    for row in [header, ["─" * size for size in widths], *merged]:
-        cells = zip(row, widths, strict=True)
-        aligned = [
-            c.ljust(n) if index == left_column else c.rjust(n) for index, (c, n) in enumerate(cells)
-        ]
-        lines.append((" " * gap).join(aligned).rstrip())
-    return "\n".join(lines)
+    return "\n".join(table_lines("", header, merged, width, indent=""))
 
 
 def _stages(stages: Sequence[int]) -> str:
