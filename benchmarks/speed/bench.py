@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.speed.machine import profile_words
+from benchmarks.speed.machine import profile_words, resident_memory
 from benchmarks.speed.plain_loops import plain_loop, why_no_plain_loop
 from benchmarks.speed.step_kinds import GAPS, KINDS, draw, seconds_by_kind
 from titanlike.config import files
@@ -32,7 +32,7 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import synchronize
 from titanlike.device.choose import choose_device, ranks_of
-from titanlike.device.memory import peak_memory, resident_memory
+from titanlike.device.memory import peak_memory
 from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units

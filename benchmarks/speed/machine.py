@@ -4,10 +4,12 @@ prints it as overrides, to be typed behind the profile that is most like it."""
 from __future__ import annotations
 
 import math
+import resource
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch import Tensor
 from titanlike.config.errors import as_override
 from titanlike.costs.node_costs import attention_share, now
 from titanlike.device import accelerator
-from titanlike.device.accelerator import synchronize
+from titanlike.device.accelerator import is_accelerator, synchronize
 from titanlike.device.memory import total_memory
 from titanlike.models.attention import attention
 
@@ -133,3 +135,11 @@ def _median(device: torch.device, function: Callable[[], object]) -> float:
         synchronize(device)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[2:])
+
+
+def resident_memory(device: torch.device) -> int:
+    """Bytes in use now, counted as `PeakMemory.allocated`; on a CPU this includes torch itself."""
+    if is_accelerator(device):
+        return torch.accelerator.memory_allocated(device)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()

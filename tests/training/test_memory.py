@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.speed.machine import resident_memory
 from benchmarks.speed.plain_loops import plain_loop
 from support.cells import slow
 from support.live_memory import Live
@@ -18,7 +19,7 @@ from support.world import run_world
 from titanlike.config.schema import ActivationCheckpoint, Config, Custom, Fsdp, Schedule
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
-from titanlike.device.memory import peak_memory, resident_memory, return_freed_memory
+from titanlike.device.memory import peak_memory, return_freed_memory
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.pipeline_stage import _TORCH_KEEPS_BUFFERS

@@ -46,14 +46,6 @@ def count_anew(device: torch.device) -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def resident_memory(device: torch.device) -> int:
-    """Bytes in use now, counted as `PeakMemory.allocated`; on a CPU this includes torch itself."""
-    if is_accelerator(device):
-        return torch.accelerator.memory_allocated(device)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
 def total_memory(device: torch.device, local_ranks: int, shared: int = 1) -> int | None:
     """Bytes of an accelerator divided by the `shared` ranks on it; on the CPU, of the machine or
     container divided by `local_ranks`.

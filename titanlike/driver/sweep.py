@@ -47,7 +47,6 @@ class SweepRun:
     check: bool = False  # --check
     jobs: dict[int, list[str]] = field(default_factory=dict)  # number -> overrides
     notes: list[str] = field(default_factory=list)  # printed lines about user code
-    planned: set[int] = field(default_factory=set)  # numbers of this command's jobs
     begun: bool = False  # whether its folder has a sweep, from this or an earlier launch
     refused: int = 0  # number of jobs whose configs have errors
     lock: IO[str] | None = None  # held while this process runs the sweep
@@ -93,7 +92,6 @@ class SweepRun:
 
     def add(self, number: int, overrides: Iterable[str]) -> None:
         """Add a job, unless its number is known."""
-        self.planned.add(number)
         if number not in self.jobs:
             self.jobs[number] = job_overrides(overrides)
             if not self.check:
@@ -160,7 +158,7 @@ class SweepRun:
         best = None if self.inner else best_job(rows, self.value)  # of a tool's value unknown
         for line in ["", *sweep_lines(rows, self.value, best, self._start(), self._again())]:
             self.say(line)
-        left = {row.status for row in rows if row.number in self.planned and not row.done}
+        left = {row.status for row in rows if not row.done}
         if code or not left - {"running"}:  # a job that runs elsewhere is no failure
             return code
         return 75 if left <= {"stopped", "interrupted", "running"} else 1

@@ -85,15 +85,11 @@ def objective_value(name: str, run_dir: Path) -> float | None:
     numbers = summarize(run_dir)
     if name == "val_loss" and numbers.val_loss is None:
         return numbers.loss
-    return getattr(numbers, name) if name in OBJECTIVES else last_number(run_dir, name)
-
-
-def last_number(run_dir: Path, name: str) -> float | None:
-    """The last logged value of a custom metric or a validation set's loss; a minus before `name` is
-    ignored."""
+    if name in OBJECTIVES:
+        return getattr(numbers, name)
     try:
         with files.open_regular(Path(run_dir) / "metrics.jsonl") as file:
-            return _last(_backwards(file), name.removeprefix("-"))
+            return _last(_backwards(file), name.removeprefix("-"))  # of a metric that falls
     except OSError:
         return None
 

@@ -153,12 +153,11 @@ def read_timeline(path: Path) -> Timeline:
 
 
 def _rank_step(data: dict[str, Any]) -> RankStep:
-    events = [_span(*event) for event in data["events"]]
+    events = [
+        Span(str(kind), operator.index(stage), operator.index(mb), float(start), float(end))
+        for kind, stage, mb, start, end in data["events"]
+    ]
     return files.as_record({**data, "events": events}, RankStep)
-
-
-def _span(kind: str, stage: int, mb: int, start: float, end: float) -> Span:
-    return Span(str(kind), operator.index(stage), operator.index(mb), float(start), float(end))
 
 
 def merge(
