@@ -125,7 +125,7 @@ def main(command: str | None = None) -> None:
     """Run `command`; None = the one that the first word names, else train."""
     import pkgutil
 
-    from titanlike.config.program import PARENT, set_program
+    from titanlike.config.program import set_program
 
     _open_closed_streams()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, exit codes of children are lost
@@ -133,10 +133,6 @@ def main(command: str | None = None) -> None:
         os.getcwd()
     except OSError:
         sys.exit("error: the working directory has been removed; `cd` to one that exists")
-    if parent := os.environ.pop(PARENT, ""):
-        from titanlike.launch.signals import die_with_parent
-
-        die_with_parent(int(parent), signal.SIGTERM)
     typed = _take_command() if command is None else None
     set_program(typed)
     if sys.argv[1:] == ["--version"]:

@@ -13,7 +13,6 @@ from typing import Any, TextIO, cast
 
 from titanlike.config.errors import printable
 
-PARENT = "TITANLIKE_PARENT"  # pid of the process with which a command exits
 _VARIABLE = "TITANLIKE_PROGRAM"  # inherited by workers and by the jobs of a sweep
 _PACKAGE = Path(__file__).parents[1]
 

@@ -265,7 +265,7 @@ def _run(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
         _write_result(result_dir, args, "failed", str(problem))
         if unwritten:
             print(f"a file of the run could not be written: {problem.reason}", file=sys.stderr)
-        elif sweep_run is not None and sweep_run.jobs:  # a search in which every trial failed
+        elif sweep_run is not None and sweep_run.jobs and not sweep_run.grid:  # every trial failed
             print(f"the search ends: {problem.reason}", file=sys.stderr)
         else:
             code = print_problems([problem])

@@ -25,7 +25,7 @@ LOG_WIDTH = 120  # columns of a table without a terminal
 
 
 class Console:
-    """Prints lines and a progress bar to `stream` (default: standard output).
+    """Prints lines and a progress bar.
 
     steps: the run's last step. A line is printed every `log_every` steps, at the first and the last
     step, and after each validation.
@@ -33,7 +33,6 @@ class Console:
 
     def __init__(
         self,
-        stream: TextIO | None = None,
         *,
         steps: int,
         log_every: int = 10,
@@ -41,9 +40,8 @@ class Console:
     ) -> None:
         """own: names of custom metrics, which the step lines include."""
         self._own = own
-        stream = stream or sys.stdout
-        self._stream = _SafeStream(stream)
-        self._terminal = stream.isatty()
+        self._stream = _SafeStream(sys.stdout)
+        self._terminal = sys.stdout.isatty()
         self._steps, self._start_step, self._log_every = steps, 0, log_every
         self._bar: tqdm | None = None
         self._first: tuple[int, float] | None = None  # first step and its clock, for the ETA
