@@ -31,13 +31,7 @@ class Console:
     step, and after each validation.
     """
 
-    def __init__(
-        self,
-        *,
-        steps: int,
-        log_every: int = 10,
-        own: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, *, steps: int, log_every: int = 10, own: Sequence[str] = ()) -> None:
         """own: names of custom metrics, which the step lines include."""
         self._own = own
         self._stream = _SafeStream(sys.stdout)
