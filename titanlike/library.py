@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from titanlike.data.sources import Data
 from titanlike.device.accelerator import is_accelerator
 from titanlike.device.choose import choose_device, start_device
 from titanlike.distributed.mesh import join_group, open_mesh
+from titanlike.distributed.places import compare_places
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.job import TRAIN, JobRunner, config_problems
 from titanlike.driver.overrides import check_overrides
@@ -212,6 +214,8 @@ def build(
         data = open_data_on_every_rank(config, worker, writes=False)
     alone = not dist.is_initialized()
     mesh = open_mesh(config, replace(worker, run_dir=Path(config.run_dir)))
+    if unlike := compare_places(config, mesh.device, worker)[1]:
+        warnings.warn(unlike, stacklevel=2)
     refuse_other_data(config, data, mesh, worker)
     run = building.build(config, mesh, data)
     return TrainingRun(config, worker, data, run, closes_group=alone)

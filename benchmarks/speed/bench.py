@@ -33,7 +33,7 @@ from titanlike.data.sources import Data
 from titanlike.device.accelerator import synchronize
 from titanlike.device.choose import choose_device, ranks_of
 from titanlike.device.memory import peak_memory
-from titanlike.distributed.mesh import close_mesh
+from titanlike.distributed.mesh import Mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
@@ -43,7 +43,7 @@ from titanlike.training.build import Run, StepPhases, build
 from titanlike.training.device_batches import batches_for
 from titanlike.training.first_batch import compile_blocks
 from titanlike.training.profile import ProfilerRanges, trace_profiler
-from titanlike.training.session import connect, open_data_on_every_rank
+from titanlike.training.session import connected, open_data_on_every_rank
 from titanlike.training.step import finish_step, forward_backward, update
 from titanlike.training.train_plan import make_plan
 
@@ -116,7 +116,13 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     counted = max(2, config.steps) if steps_given else STEPS
     config = replace(config, steps=1 + WARMUP + counted + PROFILED)
     data = open_data_on_every_rank(config, worker)
-    mesh = connect(config, worker)
+    with connected(config, worker, say=Console(steps=1).line) as mesh:
+        return _measure(config, worker, data, mesh, counted)
+
+
+def _measure(
+    config: Config, worker: Worker, data: Data, mesh: Mesh, counted: int
+) -> dict[str, Any]:
     before = resident_memory(mesh.device)
     ours = plain = None
     if config.bench.loop == "plain":
@@ -178,7 +184,6 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     if worker.rank == 0:
         _print(figures, len(wall), worker.run_dir)
         files.atomic_write_text(worker.run_dir / "bench.json", json.dumps(figures, indent=1))
-    close_mesh()
     return figures
 
 

@@ -16,11 +16,10 @@ from benchmarks.speed.bench import WARMUP, titanlike_loop
 from benchmarks.speed.host_waits import waits_by_place
 from titanlike.config import files
 from titanlike.config.schema import Config
-from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.training.build import build
-from titanlike.training.session import connect, open_data_on_every_rank
+from titanlike.training.session import connected, open_data_on_every_rank
 
 STEPS = 4  # measured, unless the command line has steps=
 
@@ -31,17 +30,16 @@ def waits(config: Config, worker: Worker) -> dict[str, Any]:
     counted = config.steps if given else STEPS
     config = replace(config, steps=1 + WARMUP + counted)
     data = open_data_on_every_rank(config, worker)
-    mesh = connect(config, worker)
-    run = build(config, mesh, data)
-    loop = titanlike_loop(run, config, data, worker)
-    for _ in range(1 + WARMUP):
-        next(loop)
-    with waits_by_place(mesh.device) as places:
-        for _ in range(counted):
+    with connected(config, worker) as mesh:
+        run = build(config, mesh, data)
+        loop = titanlike_loop(run, config, data, worker)
+        for _ in range(1 + WARMUP):
             next(loop)
-    ranks: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(ranks, (places, run.compiled.broken if run.compiled else {}))
-    close_mesh()
+        with waits_by_place(mesh.device) as places:
+            for _ in range(counted):
+                next(loop)
+        ranks: list[Any] = [None] * mesh.world_size
+        dist.all_gather_object(ranks, (places, run.compiled.broken if run.compiled else {}))
     busiest = max((places for places, _ in ranks), key=lambda places: sum((places or {}).values()))
     broken = {name: why for _, blocks in ranks for name, why in blocks.items()}
     value = None if busiest is None else sum(busiest.values()) / counted

@@ -63,13 +63,18 @@ def test_ranks_side_by_side_are_named_together() -> None:
     assert many.endswith("15 on node15: cpu; and 4 more")
 
 
+def _two_nodes(sys: Path) -> None:
+    """As Linux tells of a machine of 12 cores, with a third node of memory alone."""
+    for node, cores in enumerate(("0-3,8-11\n", "4-7\n", "\n")):
+        folder = sys / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores)
+
+
 def test_numa_nodes_are_those_of_the_cores_and_of_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for node, cores in enumerate(("0-3,8-11\n", "4-7\n", "\n")):
-        folder = tmp_path / f"devices/system/node/node{node}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(cores)
+    _two_nodes(tmp_path)
     for cores, nodes in (({5}, "1"), ({0, 9}, "0"), ({3, 4}, "0-1"), ({99}, "")):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
         assert place_of(torch.device("cpu"), tmp_path).numa == nodes
@@ -93,7 +98,8 @@ def test_numa_nodes_are_those_of_the_cores_and_of_the_gpu(
         (0, range(12), "", {4, 5, 6, 7}),
         (1, range(12), "", {0, 1, 2, 3, 8, 9, 10, 11}),
         (2, range(12), "", None),  # the machine does not say where it is
-        (0, range(8), "", None),  # bound already
+        (0, range(4, 8), "", None),  # bound already
+        (0, range(1, 11), "", {4, 5, 6, 7}),  # a container has some cores of each node
         (0, range(12), "OMP_PLACES", None),
     ],
 )
@@ -109,10 +115,10 @@ def test_a_rank_is_bound_to_the_node_of_its_gpu_unless_somebody_has_bound_it(
     if variable:
         monkeypatch.setenv(variable, "cores")
     calls: list[set[int]] = []
-    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    _two_nodes(tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {*allowed})
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: calls.append(cores))
-    with near_device(torch.device("cuda", gpu)):
+    with near_device(torch.device("cuda", gpu), tmp_path):
         assert calls == ([] if bound is None else [bound])
     assert calls == ([] if bound is None else [bound, {*allowed}]), "the next job is free again"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.config.errors import Refused, some_names
 from titanlike.config.schema import Checkpoint
 from titanlike.device.accelerator import rng_states, set_rng_state
+from titanlike.distributed.collectives import distinct_values
 from titanlike.distributed.placement import Blocks, Part, StageState, pieces
 from titanlike.torch_private.dtensor import local
 
@@ -267,9 +269,8 @@ def warm_start(
     entries = model_tensors(stage_states, copies=True)
     tensors = {entry.removeprefix(MODEL): tensor for entry, tensor in entries.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    rank_shapes = [shapes] * dist.get_world_size(group)
-    dist.all_gather_object(rank_shapes, shapes, group=group)
-    model = {name: shape for shapes in rank_shapes for name, shape in shapes.items()}
+    # all ranks of a pipeline rank have the same
+    model = dict(chain.from_iterable(each.items() for each in distinct_values(shapes, group)))
     sources, notes = matched_names(settings, header, model)
     matched = {MODEL + sources[name]: tensor for name, tensor in tensors.items() if name in sources}
     read(header, matched, group)

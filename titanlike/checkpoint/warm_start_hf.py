@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlike.checkpoint.reader import raise_on_all_ranks
 from titanlike.checkpoint.state_dict import sync_tied_copies
 from titanlike.checkpoint.storage import MOVED
 from titanlike.config.errors import ConfigError, Problem, override_text, some_names
@@ -102,11 +103,9 @@ def start_from_folder(
     config: Config, stage_states: list[StageState], group: dist.ProcessGroup
 ) -> str:
     """Read each rank's shards; return a summary. Collective. Raises ConfigError."""
-    here = list(problems(config))
-    everywhere = [here] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, here, group=group)
-    if wrong := next(filter(None, everywhere), None):  # a machine may not see the folder
-        raise ConfigError(wrong)
+    with raise_on_all_ranks(group, ConfigError):  # a machine may not see the folder
+        if wrong := list(problems(config)):
+            raise ConfigError(wrong)
     model = resolve_model(config)
     theirs = counterpart(model.name, complete_arguments(model))
     shapes = _stored_shapes(theirs, build_model(model))

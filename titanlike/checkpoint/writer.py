@@ -397,10 +397,11 @@ def assign(keys: Sequence[np.ndarray]) -> list[np.ndarray]:
     same = (first[order][1:] == first[order][:-1]) & (second[order][1:] == second[order][:-1])
     begins = np.flatnonzero(np.concatenate([[True], ~same])) if len(order) else np.zeros(0, int)
     ends = np.append(begins[1:], len(order))
-    writes, alone = np.zeros(len(order), bool), order[begins[ends - begins == 1]]
+    several = ends - begins > 1  # chosen by numpy: a loop over millions takes seconds
+    writes, alone = np.zeros(len(order), bool), order[begins[~several]]
     writes[alone] = True
     load = np.bincount(ranks[alone], sizes[alone], len(keys))
-    shared = [order[b:e] for b, e in zip(begins, ends, strict=True) if e - b > 1]
+    shared = [order[b:e] for b, e in zip(begins[several], ends[several], strict=True)]
     for copies in sorted(shared, key=lambda copies: -int(sizes[copies[0]])):
         chosen = copies[np.argmin(load[ranks[copies]])]
         writes[chosen] = True

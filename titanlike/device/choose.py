@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _CPU = "device=cpu to train on the CPU"
 _SHARE = "launch.ranks_per_device"
+SYS = Path("/sys")
 _OPENMP = ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
@@ -92,13 +94,33 @@ def start_device(requested: str, device: torch.device) -> None:
         raise _problem(requested, f"{device} cannot be started: {reason}", _CPU) from error
 
 
+def allowed_cores() -> set[int]:
+    """The cores that this process may use; none where that is not known."""
+    cores: set[int] = getattr(os, "sched_getaffinity", lambda _: set())(0)
+    return cores
+
+
+def numa_nodes(sys: Path, cores: set[int] | None = None) -> list[int]:
+    """The machine's NUMA nodes; cores: only those with one of these. sys: Linux' folder that
+    describes the machine."""
+    nodes = []
+    for path in sys.glob("devices/system/node/node*/cpulist"):
+        ranges = [part.split("-") for part in path.read_text().split(",") if part.strip()]
+        here = {core for r in ranges for core in range(int(r[0]), int(r[-1]) + 1)}
+        if here and (cores is None or here & cores):
+            nodes.append(int(path.parent.name.removeprefix("node")))
+    return sorted(nodes)
+
+
 @contextlib.contextmanager
-def near_device(device: torch.device) -> Iterator[None]:
+def near_device(device: torch.device, sys: Path = SYS) -> Iterator[None]:
     """A context in which this thread and threads started in it run on the NUMA node of the GPU, as
     other cores have half the bandwidth to it. Does nothing if srun, numactl, torchrun
-    --numa-binding or OpenMP has already bound the process."""
-    before: set[int] = getattr(os, "sched_getaffinity", lambda _: set())(0)
-    bound = len(before) != os.cpu_count() or any(name in os.environ for name in _OPENMP)
+    --numa-binding or OpenMP has already bound the process: to some of the machine's nodes, as a
+    container may have some cores of each."""
+    before = allowed_cores()
+    bound = len(numa_nodes(sys, before)) < len(numa_nodes(sys))
+    bound = bound or any(name in os.environ for name in _OPENMP)
     cores: set[int] = set()
     if device.type == "cuda" and not bound:
         from titanlike.device.nvml import nearest_cores

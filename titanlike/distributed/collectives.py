@@ -6,6 +6,7 @@ gather and scatter of Python objects through rank 0, outside of steps.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -195,6 +196,24 @@ def scatter_objects(
             dist.send_object_list([values[step:]], group=group, group_dst=first + rank + step)
             values = values[:step]
     return values[0]
+
+
+def distinct_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The different ones among the values of all ranks, as `repr` tells, in order of rank; the same
+    on all ranks. Each is sent by the first rank that has it. Collective."""
+    if group is None:
+        return [value]
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    own = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+    every = own.new_empty(dist.get_world_size(group))
+    _all_gather(every, own, group)
+    every = every.tolist()
+    values = []
+    for rank in (every.index(each) for each in dict.fromkeys(every)):
+        found = [value]
+        dist.broadcast_object_list(found, group=group, group_src=rank)
+        values += found
+    return values
 
 
 def _place(group: dist.ProcessGroup | None, among: range | None) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import LAYER_AXES, Config, Launch
@@ -27,13 +27,13 @@ from titanlike.device.choose import choose_device, claim_device, ranks_of, start
 from titanlike.device.memory import count_anew, prepare_allocator
 from titanlike.launch.failures import describe
 from titanlike.launch.worker import Worker
-from titanlike.torch_private.process_groups import pipeline_backend, set_timeout
+from titanlike.torch_private.process_groups import pipeline_backend
 
 
 @dataclass(frozen=True)
 class Mesh:
     """This rank's coordinates. `axes` has the mesh axes pp, replicate and shard, and each of
-    LAYER_AXES only where its size is > 1: for every axis torch makes all of its groups in turn."""
+    LAYER_AXES only where its size is > 1."""
 
     axes: DeviceMesh  # not of `one_process`
     device: torch.device
@@ -209,17 +209,9 @@ def lay_mesh(
     messages: the backend for P2P between stages, where it differs from the default group's.
     """
     sizes = {"pp": config.pp, "replicate": config.replicate, "shard": config.shards}
-    names = (*sizes, *(axis for axis in LAYER_AXES if getattr(config, axis) > 1))
-    shape = tuple(sizes.get(name) or getattr(config, name) for name in names)
-    axes = init_device_mesh(
-        device.type,
-        shape,
-        mesh_dim_names=names,
-        backend_override={"pp": messages} if messages and config.pp > 1 else None,
-    )
-    for name in names:
-        set_timeout(axes.get_group(name), config.launch.timeout)
-    pp_rank, replica, shard = (axes.get_local_rank(name) for name in names[:3])
+    sizes |= {axis: size for axis in LAYER_AXES if (size := getattr(config, axis)) > 1}
+    axes = _axes(sizes, device.type, config.launch.timeout, messages)
+    pp_rank, replica, shard, *_ = _coordinate(axes)
     in_replica, cp_rank = divmod(shard, config.cp)
     dp_rank = replica * (config.dp // config.replicate) + in_replica
     mesh = Mesh(
@@ -239,10 +231,30 @@ def lay_mesh(
     return mesh if config.ep == 1 else _with_experts(mesh, config)
 
 
-def new_group(ranks: list[int], seconds: float) -> dist.ProcessGroup:
-    """Make a group; only its ranks call this. seconds: its timeout. torch names a group by the
-    number of groups that a rank has made, so ranks must make equally many."""
-    return dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
+def _axes(sizes: dict[str, int], device: str, seconds: float, messages: str | None) -> DeviceMesh:
+    """Make the axes of the mesh, and of their groups only this rank's, with a timeout; those of one
+    rank are one. torch's `init_device_mesh` makes all groups of an axis on each rank, which for
+    16,384 ranks are as many of one rank each, with a timeout of its own. Collective."""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    groups: dict[tuple[int, ...], Any] = {tuple(ranks.flatten().tolist()): dist.group.WORLD}
+    every = []
+    for dim, name in enumerate(sizes):
+        members = ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist()
+        backend = messages if name == "pp" and len(members) > 1 else None
+        if tuple(members) not in groups or backend is not None:
+            groups[tuple(members)] = new_group(members, seconds, backend)
+        every.append(groups[tuple(members)])
+    names = tuple(sizes)
+    return DeviceMesh.from_group(every, device, mesh=ranks, mesh_dim_names=names)
+
+
+def new_group(ranks: list[int], seconds: float, backend: str | None = None) -> dist.ProcessGroup:
+    """Make a group; only its ranks call this. seconds: its timeout; backend: None = that of all
+    ranks. torch names a group by the number of groups that a rank has made, so ranks must make
+    equally many."""
+    timeout = timedelta(seconds=seconds)
+    return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
 
 
 def _coordinate(axes: DeviceMesh) -> tuple[Any, ...]:

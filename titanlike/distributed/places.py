@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 from itertools import groupby
@@ -12,12 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from titanlike.config.errors import Refused
+from titanlike.config.schema import Config
 from titanlike.device import accelerator
+from titanlike.device.choose import SYS, allowed_cores, numa_nodes
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.worker import Worker
 
 _MOST = 16  # hosts that are listed
-_SYS = Path("/sys")
 
 
 class Place(NamedTuple):
@@ -37,24 +38,32 @@ def gather_places(device: torch.device, worker: Worker, timeout: float) -> list[
     return [Place(*json.loads(answers[rank])) for rank in sorted(answers)]
 
 
-def place_of(device: torch.device, sys: Path = _SYS) -> Place:
+def compare_places(config: Config, device: torch.device, worker: Worker) -> tuple[str, str]:
+    """(where the ranks are, how their hardware differs) in words, on rank 0; "" elsewhere, and
+    where it does not. Collective. Raises Refused on all ranks if it does under numerics=exact."""
+    if worker.world_size == 1:
+        return "", ""
+    timeout = config.launch.timeout
+    places = gather_places(device, worker, timeout)
+    unlike = unlike_text(places)
+    told = {0: unlike}
+    if config.exact:
+        told = barrier(worker, "places/compared", timeout, unlike, listens=True)
+    reason = f"ranks compute other bits on other hardware or libraries: {told.get(0, '')}"
+    if config.exact and told:
+        raise Refused("numerics", "exact", reason, "numerics=fast, or machines alike")
+    slow = f"{reason}; each step is as slow as the slowest of them"
+    return places_text(places), slow if unlike else ""
+
+
+def place_of(device: torch.device, sys: Path = SYS) -> Place:
     """This process's place; sys: Linux' folder that describes the machine."""
     host, kind = socket.gethostname(), accelerator.kind_of(device)
     if not accelerator.is_accelerator(device):
-        return Place(host, device.type, _nodes_of_cores(sys), kind)
+        nodes = _spans([f"{node}" for node in numa_nodes(sys, allowed_cores())])
+        return Place(host, device.type, nodes, kind)
     shown = dict(enumerate(accelerator.visible_names())).get(device.index or 0, device.index)
     return Place(host, f"GPU {shown}", _node_of_gpu(device, sys), kind)
-
-
-def _nodes_of_cores(sys: Path) -> str:
-    """The NUMA nodes with a core that this process may use."""
-    cores: set[int] = getattr(os, "sched_getaffinity", lambda _: set())(0)
-    nodes = []
-    for path in sys.glob("devices/system/node/node*/cpulist"):
-        ranges = [part.split("-") for part in path.read_text().split(",") if part.strip()]
-        if any(not cores.isdisjoint(range(int(r[0]), int(r[-1]) + 1)) for r in ranges):
-            nodes.append(int(path.parent.name.removeprefix("node")))
-    return _spans([f"{node}" for node in sorted(nodes)])
 
 
 def _node_of_gpu(device: torch.device, sys: Path) -> str:

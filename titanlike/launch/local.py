@@ -351,7 +351,7 @@ def _run_and_report(folder: Path, stop: StopRequest) -> None:
         _leave_failed(folder, describe(rank, error))
     # no rank exits before all have finished: an ended peer counts as failed
     try:
-        barrier(worker, "end", job.config.launch.timeout)
+        barrier(worker, "end", job.config.launch.timeout, failed_come=True)
     except BarrierTimeout as error:
         _leave_failed(folder, describe(rank, error))
     _note_end(folder, rank)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DATA_TIMEOUT = 24 * 3600.0  # seconds for a rank to tokenize or read while the others wait
 _NAMED = 16  # missing ranks listed in an error
+_PATIENCE = 2.0  # seconds in a barrier until peers' errors are checked, and between two checks
 FIRST_WAIT, LONGEST_WAIT, LONGER = 0.02, 0.5, 1.5  # seconds between polls of the store; factor
 
 
@@ -49,16 +50,23 @@ class BarrierTimeout(RuntimeError):
 
 
 def barrier(
-    worker: Rank, name: str, timeout: float, message: str = "", listens: bool = False
+    worker: Rank,
+    name: str,
+    timeout: float,
+    message: str = "",
+    listens: bool = False,
+    failed_come: bool = False,
 ) -> dict[int, str]:
     """Wait for all ranks at a named point of a job; returns rank -> message where one has one.
 
     name: unique in this job. listens: whether this rank receives the messages, else it gets {}.
-    Raises BarrierTimeout after `timeout` seconds, with the missing ranks.
+    failed_come: whether to wait for a rank that has failed, too. Raises BarrierTimeout after
+    `timeout` seconds, with the missing ranks; PeerFailed seconds after a different rank has failed.
 
     The store is one process for all ranks, so ranks do not query each other one by one: each
     appends to one value, and the last to arrive publishes all messages under the key that the
-    others wait for. That is at most five requests per rank, whatever the number of ranks.
+    others wait for. That is at most five requests per rank, whatever the number of ranks, and one
+    whenever it checks whether a rank has failed.
     """
     store, rank = worker.store, worker.rank
     if store is None:
@@ -70,9 +78,14 @@ def barrier(
         messages = {other: text for other, text in _arrived(store, arrived).items() if text}
         store.set(complete, json.dumps([*messages.items()]))
         return messages if listens else {}
-    try:
-        store.wait([complete], timedelta(seconds=timeout))
-    except RuntimeError:
+    patience = timeout if failed_come else max(_PATIENCE, worker.world_size / 200)
+    end = time.monotonic() + timeout
+    while not _is_set(store, complete, min(patience, end - time.monotonic())):
+        failed = not failed_come and worker.stop_request.peer_failed()
+        if failed and not store.check([complete]):  # else it has ended since
+            raise PeerFailed
+        if time.monotonic() < end:
+            continue
         missing = sorted({*range(worker.world_size)} - _arrived(store, arrived).keys())
         who = f"rank {in_words(missing)} did not reach"
         if not missing:
@@ -83,8 +96,17 @@ def barrier(
             f"{who} the job's {name} in {timeout:g} s ({limit}); see their logs, and check "
             "that their machines are up",
             missing,
-        ) from None
+        )
     return dict(json.loads(store.get(complete))) if listens else {}
+
+
+def _is_set(store: Store, key: str, seconds: float) -> bool:
+    """Wait until a key is set, at most so long; raises an error of the store."""
+    try:
+        store.wait([key], timedelta(seconds=max(0.01, seconds)))
+    except RuntimeError:
+        return store.check([key])
+    return True
 
 
 def forget(worker: Rank, name: str) -> None:

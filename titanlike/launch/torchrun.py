@@ -191,7 +191,7 @@ class TorchrunRanks:
         signalled = False  # whether a signal arrived while waiting for the others
         try:
             timeout = job.config.launch.timeout if failure is None else GRACE
-            outcomes = barrier(worker, "end", timeout, outcome, listens=True)
+            outcomes = barrier(worker, "end", timeout, outcome, True, failed_come=True)
         except (RuntimeError, Interrupted) as error:
             signalled = isinstance(error, Interrupted)
             if failure is None and signalled:

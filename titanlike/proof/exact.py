@@ -14,7 +14,6 @@ from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import deterministic, is_accelerator, one_thread
-from titanlike.distributed.mesh import close_mesh
 from titanlike.distributed.placement import Slices, pieces
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.worker import Worker
@@ -22,7 +21,7 @@ from titanlike.proof.reference import REFERENCE_TIMEOUT, in_one_process
 from titanlike.torch_private.dtensor import local
 from titanlike.training.build import Run, build
 from titanlike.training.device_batches import to_device
-from titanlike.training.session import connect
+from titanlike.training.session import connected
 from titanlike.training.step import drop_gradients, forward_backward, optimizer_step
 
 if TYPE_CHECKING:
@@ -100,8 +99,11 @@ def computed(
 ) -> Iterator[tuple[int, int, str, Tensor, list[tuple[Slices, Slices]]]]:
     """Yield (step, kind, name, this rank's part, its `pieces`) of what steps compute; end: called
     before the mesh is closed."""
-    mesh = connect(config, worker)
-    with one_thread(True), deterministic(is_accelerator(mesh.device)):
+    with (
+        connected(config, worker) as mesh,
+        one_thread(True),
+        deterministic(is_accelerator(mesh.device)),
+    ):
         run = build(config, mesh, data, more={"recorder": recorder} if recorder else {})
         stream = batches(data.train, config, dp_rank=mesh.dp_rank)
         moved = (to_device(batch, mesh, config) for batch in stream)
@@ -125,4 +127,3 @@ def computed(
             for name, p, places in owned:
                 yield step, KINDS.index("weight"), name, p.detach(), places
         end(run)
-    close_mesh()

@@ -33,13 +33,13 @@ from titanlike.config.schema import Config, Precision
 from titanlike.device.accelerator import is_accelerator
 from titanlike.device.choose import choose_device
 from titanlike.device.memory import total_memory
-from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.metrics.run_files import Events
 from titanlike.models.registry import build_model, resolve_model
+from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training import loop
 
 LIMIT = 30.0  # seconds, by estimate
@@ -98,10 +98,10 @@ def _compare(config: Config, worker: Worker, key: str, code: dict[str, str]) -> 
     slow.daemon = True
     if worker.rank == 0:
         slow.start()
-    with Watchdog(worker, config.launch, worker.report_failure) as watchdog:
+    with Watchdog(worker, config.launch, worker.report_failure, abort_groups) as watchdog:
         watchdog.enter_phase(0, "verify", 0 if required else config.launch.timeout)
         try:
-            compared = compare_with_one_process(exact, apart, open_mesh)
+            compared = compare_with_one_process(exact, apart, watchdog)
         except OutOfMemory as error:
             reason = f"one process has too little memory: {error}"
             if required:

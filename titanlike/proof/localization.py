@@ -14,20 +14,22 @@ import operator
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from titanlike.config.schema import ActivationCheckpoint, Config, EvenSplit, Fsdp, Schedule
 from titanlike.config.validate import problems
 from titanlike.data.registry import open_data
 from titanlike.data.sources import Data
-from titanlike.distributed.mesh import close_mesh
+from titanlike.launch.failures import describe
 from titanlike.launch.rendezvous import barrier, in_words
+from titanlike.launch.signals import GRACE
+from titanlike.launch.torchrun import leave_groups
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.proof.comparison import Comparison
@@ -59,8 +61,8 @@ _OF_STEP = re.compile(r" of step (\d+)$")
 
 # --- the smallest failing layout ------------------------------------------------------------------
 
-_ERROR = "error: "
-_OF_A_PEER = ("Connection", "closed", "reset by peer", "Broken pipe")  # that has ended
+_ERROR, _OF_A_PEER = "error: ", "peer: "  # an answer begins with; of several the first counts
+_LEFT = "left"  # a key of an attempt's store: a rank has raised
 _MESH = ("pp", "cp", "tp", "ep", "replicate", "dp")
 
 
@@ -239,20 +241,23 @@ class Attempts:
             part = apart(self.worker, name, config.world_size)
             options: dict[str, Any] = {"reference": self._path, "recorder": recorder}
             try:
-                result = compare_with_one_process(config, part, **options, wrong=wrong)
-            except Exception as error:  # whatever is wrong with it; peers then see it leave
-                text = f"{_ERROR}{type(error).__name__}: {error}"
-                if dist.is_initialized():
-                    close_mesh()
+                with _told_of_peers(part):
+                    result = compare_with_one_process(config, part, **options, wrong=wrong)
+            except Exception as error:  # whatever is wrong with it
+                failure = describe(part.rank, error)
+                text = f"{_OF_A_PEER if failure.transport else _ERROR}{failure.error}"
+            # only now, as the error's frames held the groups
+            if text and not leave_groups(GRACE):
+                raise RuntimeError(f"{name} could not be left after {text}")
         if result is not None:
             text = "agrees" if result.agrees else "in modules" if result.wrong else "fails"
         answers = barrier(self.worker, name, REFERENCE_TIMEOUT, text, listens=True)
-        causes = [text.removeprefix(_ERROR) for text in answers.values() if text.startswith(_ERROR)]
+        causes = sorted(text for text in answers.values() if text.startswith((_ERROR, _OF_A_PEER)))
         self._answers.append("" if causes else answers.get(0, ""))
         if (
             causes and self.worker.rank == 0 and not self._alone
         ):  # else sizes may not fit each other
-            cause = min(causes, key=lambda text: any(word in text for word in _OF_A_PEER))
+            cause = causes[0].removeprefix(_ERROR).removeprefix(_OF_A_PEER)
             layout = [f"{axis}={size}" for axis in _MESH if (size := getattr(config, axis)) > 1]
             layout += [f"schedule={config.schedule.name}"] * (config.pp > 1)
             text = (
@@ -295,6 +300,25 @@ class Attempts:
                 error = str(problem) or type(problem).__name__
         errors = barrier(self.worker, name, REFERENCE_TIMEOUT, error, listens=True)
         return not errors and bool(self.fails(config))
+
+
+@contextmanager
+def _told_of_peers(part: Worker) -> Iterator[None]:
+    """A context that its ranks leave once one of them has raised. gloo's peers notice that a rank
+    leaves its groups; NCCL's wait on, and are let out by the watchdog, which asks here."""
+    store, stop = part.store, part.stop_request
+    if store is None:
+        yield
+        return
+    failed = stop.peer_failed
+    stop.peer_failed = lambda: failed() or store.check([_LEFT])
+    try:
+        yield
+    except Exception:
+        store.set(_LEFT, "")
+        raise
+    finally:
+        stop.peer_failed = failed
 
 
 def first_place(

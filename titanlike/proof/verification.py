@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import groupby
@@ -37,9 +37,9 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import is_accelerator
 from titanlike.device.choose import choose_device
-from titanlike.distributed.mesh import Mesh, close_mesh
 from titanlike.distributed.placement import Part, experts_of, pieces
 from titanlike.launch.rendezvous import barrier
+from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.proof.comparison import RELATIVE_TOLERANCE, Comparison, compare, merge
@@ -62,7 +62,7 @@ from titanlike.training.build import Run, build
 from titanlike.training.device_batches import to_device
 from titanlike.training.first_batch import compile_blocks, refuse_mixed_samples
 from titanlike.training.same_data import refuse_other_data
-from titanlike.training.session import connect, open_data_on_every_rank
+from titanlike.training.session import connected, open_data_on_every_rank
 from titanlike.training.step import measured_step, validate
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Verdict:
 def compare_with_one_process(
     config: Config,
     worker: Worker,
-    connect: Callable[[Config, Worker], Mesh] = connect,
+    watchdog: Watchdog | None = None,
     *,
     reference: Path | None = None,
     recorder: Recorder | None = None,
@@ -124,54 +124,54 @@ def compare_with_one_process(
     """Compare, with the same result on all ranks. Collective. Raises OutOfMemory on all if one
     process has too little memory.
 
-    connect: `open_mesh` in a job that has a watchdog. reference: its file, if it exists. recorder:
-    of the layout's tensors, to compare with those next to `reference`; or of the operations before
-    the wrong one, `wrong`.
+    watchdog: the job's, if it has one. reference: its file, if it exists. recorder: of the layout's
+    tensors, to compare with those next to `reference`; or of the operations before the wrong one,
+    `wrong`.
     """
     config = _bounded(config)
     data = open_data_on_every_rank(config, worker)
     path = reference or worker.run_dir / "reference.pt"
     if reference is None:
         compute_reference(config, data, worker, path)
-    mesh = connect(config, worker)
-    refuse_other_data(config, data, mesh, worker)
-    exact, rounded = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    say = Console(steps=1).line if reference is None else lambda _: None
+    with connected(config, worker, watchdog, say) as mesh:
+        refuse_other_data(config, data, mesh, worker)
+        exact, rounded = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
-    more = {} if recorder is None else {"recorder": recorder}
-    run = build(config, mesh, data, more=more)
-    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
-    stream = refuse_mixed_samples(run, config, stream)
-    if run.compiled:
-        compile_blocks(run, config, next(stream), worker)
-    comparisons = list(_compare_layout(run, config, data, worker, exact, rounded, recorder))
-    every: list[list[Comparison]] = [[] for _ in range(mesh.world_size)]
-    dist.all_gather_object(every, comparisons)
-    rows = merge(every)
-    rows = _explain(rows, config, data, exact, rounded is not None, worker, mesh.device)
-    copies = Counter(name for names in run.plan.stage_parameters for name in names)
-    # each element once per replica, and once per copy of a tied weight
-    for name, placement in run.plan.placements.items():  # and once per rank that has it
-        copies[name] *= placement.copies
-    expected = {n: t.numel() * config.replicate * copies[n] for n, t in exact.initial.items()}
-    compared = {row.name: row.elements for row in rows if row.kind == "initial"}
-    missing = [
-        f"{name}: {compared.get(name, 0)} of {elements} elements are in a stage"
-        for name, elements in expected.items()
-        if compared.get(name) != elements
-    ]
-    compared = {row.name for row in rows if row.kind == "buffer"}
-    missing += [f"{name}: is in no stage" for name in exact.buffers if name not in compared]
-    if worker.rank == 0 and reference is None:
-        path.unlink()
-    groups = exact.groups.get(config.batch_size, 1)
-    result = Verdict(rows, missing, groups, every, exact.step)
-    if recorder is not None and wrong is not None:
-        text = recorder.operation(run, config, path.parent, wrong)
-        result = replace(result, operation=text)
-    elif recorder is not None:
-        wrongs, gradients = recorder.compared(run, config, path.parent)
-        result = replace(result, wrong=wrongs, gradients=gradients)
-    close_mesh()
+        more = {} if recorder is None else {"recorder": recorder}
+        run = build(config, mesh, data, more=more)
+        stream = batches(data.train, config, dp_rank=mesh.dp_rank)
+        stream = refuse_mixed_samples(run, config, stream)
+        if run.compiled:
+            compile_blocks(run, config, next(stream), worker)
+        comparisons = list(_compare_layout(run, config, data, worker, exact, rounded, recorder))
+        every: list[list[Comparison]] = [[] for _ in range(mesh.world_size)]
+        dist.all_gather_object(every, comparisons)
+        rows = merge(every)
+        rows = _explain(rows, config, data, exact, rounded is not None, worker, mesh.device)
+        copies = Counter(name for names in run.plan.stage_parameters for name in names)
+        # each element once per replica, and once per copy of a tied weight
+        for name, placement in run.plan.placements.items():  # and once per rank that has it
+            copies[name] *= placement.copies
+        expected = {n: t.numel() * config.replicate * copies[n] for n, t in exact.initial.items()}
+        compared = {row.name: row.elements for row in rows if row.kind == "initial"}
+        missing = [
+            f"{name}: {compared.get(name, 0)} of {elements} elements are in a stage"
+            for name, elements in expected.items()
+            if compared.get(name) != elements
+        ]
+        compared = {row.name for row in rows if row.kind == "buffer"}
+        missing += [f"{name}: is in no stage" for name in exact.buffers if name not in compared]
+        if worker.rank == 0 and reference is None:
+            path.unlink()
+        groups = exact.groups.get(config.batch_size, 1)
+        result = Verdict(rows, missing, groups, every, exact.step)
+        if recorder is not None and wrong is not None:
+            text = recorder.operation(run, config, path.parent, wrong)
+            result = replace(result, operation=text)
+        elif recorder is not None:
+            wrongs, gradients = recorder.compared(run, config, path.parent)
+            result = replace(result, wrong=wrongs, gradients=gradients)
     return result
 
 

@@ -30,15 +30,13 @@ from titanlike.config.schema import Config, HFData, StreamData, TextData, TokenD
 from titanlike.data.kinds import READERS
 from titanlike.data.sources import ENDLESS, IGNORE, Data, Source, Stream, no_targets
 from titanlike.data.stream import read_by_index
-from titanlike.distributed.async_reads import device_queue
-from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.build import Run, build
 from titanlike.training.samples import Sampler
-from titanlike.training.session import open_data_on_every_rank, watch_long_steps
+from titanlike.training.session import connected, open_data_on_every_rank, watch_long_steps
 from titanlike.training.step import evaluate
 
 
@@ -70,16 +68,14 @@ def loaded_run(
     run_config = replace(config, run_dir=str(Path(config.run_dir).parent))
     with Watchdog(worker, config.launch, worker.report_failure, abort_groups) as watchdog:
         watchdog.enter_phase(0, "connect", config.launch.timeout)
-        mesh = open_mesh(config, worker)
-        watchdog.watch_device(device_queue(mesh.device))
-        watch_long_steps(watchdog, data)
-        watchdog.enter_phase(0, "build", config.launch.timeout)
-        run = build(config, mesh, data)
-        watchdog.enter_phase(0, "load", config.checkpoint.timeout)
-        newest = _load_newest(run_config, run)
-        watchdog.enter_phase(0, phase, config.launch.timeout)
-        yield run, newest
-    close_mesh()
+        with connected(config, worker, watchdog, Console(steps=1).line) as mesh:
+            watch_long_steps(watchdog, data)
+            watchdog.enter_phase(0, "build", config.launch.timeout)
+            run = build(config, mesh, data)
+            watchdog.enter_phase(0, "load", config.checkpoint.timeout)
+            newest = _load_newest(run_config, run)
+            watchdog.enter_phase(0, phase, config.launch.timeout)
+            yield run, newest
 
 
 def _load_newest(config: Config, run: Run) -> Storage:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from titanlike.checkpoint.checkpointer import Checkpointer
 from titanlike.checkpoint.discovery import Progress
 from titanlike.checkpoint.storage import MOVED
-from titanlike.config.errors import ConfigError, Refused
+from titanlike.config.errors import ConfigError
 from titanlike.config.parse import to_plain, write_config
 from titanlike.config.schema import ChatData, Config, MemoryProfile, TensorBoard, Wandb
 from titanlike.data.kinds import DataError
@@ -20,7 +20,8 @@ from titanlike.data.sources import Data, Stream
 from titanlike.device.accelerator import kernels
 from titanlike.device.choose import choose_device, near_device
 from titanlike.distributed.async_reads import device_queue
-from titanlike.distributed.mesh import Mesh, open_mesh
+from titanlike.distributed.mesh import Mesh, close_mesh, open_mesh
+from titanlike.distributed.places import compare_places
 from titanlike.launch.failures import clear_failures
 from titanlike.launch.rendezvous import DATA_TIMEOUT, barrier
 from titanlike.launch.run_dir_lock import RunDirOwner, lock_as_rank
@@ -30,6 +31,7 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.metrics.run_files import Events, RunFiles, log_start
 from titanlike.metrics.sinks import JsonlSink, Sink
+from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
 from titanlike.training.layout import layout
@@ -134,12 +136,35 @@ def keep_first_day(config: Config) -> None:
         first_day(config.run_dir, first_day(config.run_dir))
 
 
-def connect(config: Config, worker: Worker) -> Mesh:
-    """`open_mesh` for a job that has no watchdog of its own: a rank that cannot connect, for
-    which the others would wait without a report, is named after `launch.timeout`."""
-    with Watchdog(worker, config.launch, worker.report_failure) as watchdog:
-        watchdog.enter_phase(0, "connect", config.launch.timeout)
-        return open_mesh(config, worker)
+@contextmanager
+def connected(
+    config: Config,
+    worker: Worker,
+    watchdog: Watchdog | None = None,
+    say: Callable[[str], object] = lambda _: None,
+) -> Iterator[Mesh]:
+    """A context with the mesh of a job without a session; it is closed at the end, unless by an
+    error: whoever handles that leaves the groups.
+
+    watchdog: the job's, in a phase already; None = one of its own. It names a rank that cannot
+    connect, and lets this rank out of a collective on the device once a peer has failed. say: called
+    on rank 0 if the ranks' hardware differs.
+    """
+    with ExitStack() as stack:
+        own = watchdog is None
+        if watchdog is None:
+            watchdog = Watchdog(worker, config.launch, worker.report_failure, abort_groups)
+            stack.enter_context(watchdog)
+            watchdog.enter_phase(0, "connect", config.launch.timeout)
+        mesh = open_mesh(config, worker)
+        watchdog.watch_device(device_queue(mesh.device))
+        _, unlike = compare_places(config, mesh.device, worker)
+        if unlike:
+            say(unlike)
+        if own:
+            watchdog.enter_phase(0, "steps", 0)
+        yield mesh
+        close_mesh()
 
 
 def watch_long_steps(watchdog: Watchdog, data: Data) -> None:
@@ -176,17 +201,9 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
     status, together = "failed", False  # whether all ranks have come to the end
     with kernels(config, mesh.device):
         watchdog.enter_phase(0, "build", config.launch.timeout)
-        places = ""
-        if mesh.world_size > 1:
-            from titanlike.distributed.places import gather_places, places_text, unlike_text
-
-            places_of_ranks = gather_places(mesh.device, worker, config.launch.timeout)
-            places = places_text(places_of_ranks)
-            if unlike := unlike_text(places_of_ranks):
-                reason = f"ranks compute other bits on other hardware or libraries: {unlike}"
-                if config.exact:
-                    raise Refused("numerics", "exact", reason, "numerics=fast, or machines alike")
-                events.log("unlike", 0, f"{reason}; each step is as slow as the slowest of them")
+        places, unlike = compare_places(config, mesh.device, worker)
+        if unlike:
+            events.log("unlike", 0, unlike)
         say = console.line if worker.rank == 0 else lambda _: None
         run = build(config, mesh, data, say)
         checkpointer = Checkpointer(run.stage_states, config, data, events, run.mesh.dp_rank)
