@@ -30,17 +30,18 @@ from support.saved_state import (
     update,
 )
 from support.world import run_world
-from titanlike.checkpoint import writer
+from titanlike.checkpoint import staging, writer
 from titanlike.checkpoint.discovery import Progress, committed, select_resume
 from titanlike.checkpoint.integrity import read_index
 from titanlike.checkpoint.staging import Copy, HostMemory
 from titanlike.checkpoint.state_dict import SHARED_STEP
 from titanlike.checkpoint.storage import INDEX, Storage
-from titanlike.config.schema import Checkpoint, Config
+from titanlike.config.schema import Checkpoint, Config, Ema
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.torchrun import start_id
 from titanlike.launch.worker import Worker
 from titanlike.training.build import build
+from titanlike.training.loop import train
 
 PP2 = tiny(pp=2, layers=2, checkpoint=Checkpoint(keep=0))
 
@@ -187,6 +188,20 @@ def train_with_late_copies(config: Config, worker: Worker, runs: list[Config]) -
     reached = threading.Event()
     writer.Copy = Late
     return train_or_refuse(config, worker, runs)
+
+
+def pinning_threads(config: Config, worker: Worker) -> list[str]:
+    """The threads in which memory is pinned, and how often a save has enlarged it."""
+    threads: list[str] = []
+    staging.pin = lambda *_: bool(threads.append(threading.current_thread().name))
+    train(config, worker)
+    return threads
+
+
+def test_memory_of_saves_is_pinned_while_training_goes_on(tmp_path: Path) -> None:
+    settings = Checkpoint(mode="async_pinned", every=3)
+    config = tiny(dp=2, layers=2, steps=6, checkpoint=settings, ema=Ema(0.9))
+    assert run_world(pinning_threads, config, tmp_path) == [["pin memory"]] * 2
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -16,6 +16,8 @@ from support.cells import cells
 from support.families import deepseek, gpt_oss
 from support.hf_tiny import folder_of
 from support.saved_runs import a_run, events, train_all
+from support.saved_state import load_in_silence
+from support.world import run_world
 from titanlike.checkpoint.hf_export import export
 from titanlike.config.schema import Config, Model, Validation
 from titanlike.data.loader import batches
@@ -111,6 +113,14 @@ def test_the_first_loss_is_that_of_transformers(case: Any, tmp_path: Path) -> No
         models[0].named_parameters(), models[1].parameters(), strict=True
     ):
         assert torch.equal(one, other), name
+
+
+def test_a_start_from_a_folder_tells_no_rank_what_all_others_have(tmp_path: Path) -> None:
+    folder = the_folder("llama", tmp_path / "in")
+    model = Model("llama", LLAMA | {"max_position_embeddings": 2048})
+    config = started(tmp_path / "run", model, folder, dp=2)
+    every = run_world(load_in_silence, config, tmp_path / "run")
+    assert [(one.step, one.error) for one in every] == [(0, "")] * 2
 
 
 def told(config: Config) -> str:

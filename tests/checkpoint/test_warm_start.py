@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.saved_runs import a_run, checkpoint, edited, events
-from support.saved_state import Loaded, load, load_each, local, opened, tensors
+from support.saved_state import Loaded, load, load_each, load_in_silence, local, opened, tensors
 from support.world import run_world
 from titanlike.checkpoint.commands import main
 from titanlike.checkpoint.discovery import Progress
@@ -81,6 +81,13 @@ def same(found: Weights, expected: Weights) -> bool:
     return found.keys() == expected.keys() and all(
         torch.equal(found[name], expected[name]) for name in found
     )
+
+
+def test_a_start_tells_no_rank_what_all_others_have(source: Path, tmp_path: Path) -> None:
+    """Which for 16,384 ranks is 0.3 GB on each."""
+    config = replace(warm(tmp_path / "run", source), dp=2, pp=2)
+    every = run_world(load_in_silence, config, tmp_path / "world")
+    assert [(one.step, one.error) for one in every] == [(0, "")] * 4
 
 
 @pytest.mark.slow

@@ -87,6 +87,17 @@ def load_each(_: Config, worker: Worker, configs: list[Config]) -> list[Loaded]:
     return [load(run, config, worker.rank) for config in configs]
 
 
+def load_in_silence(config: Config, worker: Worker) -> Loaded:
+    """`load`, in which no rank may hear all the others, as so many objects would reach each."""
+    run, _ = opened(config, worker)
+
+    def all_gather_object(*_: object, **__: object) -> None:
+        raise AssertionError("each rank hears all others")
+
+    torch.distributed.all_gather_object = all_gather_object
+    return load(run, config, worker.rank)
+
+
 def load(run: Run, config: Config, rank: int) -> Loaded:
     fill(run, -1)
     torch.manual_seed(rank)

@@ -13,7 +13,6 @@ import math
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from support.models import tiny
 from support.opened import Opened, opened
 from support.world import run_world
-from titanlike.config.schema import Config, Fsdp, Launch
+from titanlike.config.schema import Config, Fsdp
 from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.worker import Worker
 from titanlike.proof.verify import verify
@@ -246,21 +245,6 @@ def test_torch_gathers_all_units_of_a_stage_at_once(job: Opened) -> None:
     count = gathered_at_once(job)
     OrderRuntime.register_custom_function = register
     assert count > 4
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    return group._get_backend(torch.device("cpu")).options._timeout
-
-
-@job_of(tiny(pp=2, layers=2, launch=Launch(timeout=77)))
-def test_a_device_mesh_ignores_the_timeout_of_the_process_group(job: Opened) -> None:
-    """If it does not, `set_timeout` may go."""
-    axes = job.mesh.axes
-    assert timeout_of(dist.group.WORLD) == timedelta(seconds=77)
-    groups = [axes.get_group(name) for name in axes.mesh_dim_names]
-    assert {timeout_of(group) for group in groups} == {timedelta(seconds=77)}
-    group = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")).get_group("a")
-    assert timeout_of(group) >= timedelta(minutes=10)
 
 
 @job_of(tiny(schedule="zbvzerobubble", **SHARDED))

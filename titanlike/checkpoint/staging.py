@@ -25,9 +25,11 @@ from torch import Tensor
 from titanlike.checkpoint.format import WORDS, Piece, SavedTensor, WrittenFile, checksum, header_of
 from titanlike.checkpoint.storage import MOVED, Storage
 from titanlike.config.files import sync_to_disk
-from titanlike.device.accelerator import pin, unpin
+from titanlike.device.accelerator import pin, set_device, unpin
+from titanlike.torch_private.accelerator import started
 
 _ALIGNMENT = 64  # bytes to which each tensor is aligned
+_OTHERS = 2**24  # bytes: generators, states of readers
 
 # --- the copy -------------------------------------------------------------------------------------
 
@@ -93,28 +95,56 @@ class HostMemory:
         self._mapping: mmap.mmap | None = None
         self._size = self._address = 0
         self._pinned = False
+        self._reserving = threading.Thread()
+
+    def reserve(self, tensors: Iterable[Tensor]) -> None:
+        """Map and pin memory for a save of these tensors, and for a little more, while training goes
+        on: pinning takes seconds."""
+        device, size = started(), sum(map(_aligned, tensors)) + _OTHERS
+
+        def map_and_pin() -> None:
+            if device is not None:  # a new thread's is the first one
+                set_device(device)
+            self._map(size)
+
+        self._reserving = threading.Thread(target=map_and_pin, daemon=True, name="pin memory")
+        self._reserving.start()
+
+    def _map(self, size: int) -> None:
+        self._mapping, self._size = mmap.mmap(-1, size), size
+        self._address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
+        self._pinned = pin(self._address, size)  # if this fails, copies are slower
 
     def tensors_like(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Return uninitialized contiguous CPU tensors of the same shapes and dtypes."""
         begins, end = [], 0
         for tensor in tensors.values():
             begins.append(end)
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            end += _aligned(tensor)
+        self._join()
         if end > self._size:
             self.close()
-            self._mapping, self._size = mmap.mmap(-1, end), end
-            self._address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
-            self._pinned = pin(self._address, end)  # if this fails, copies are slower
+            self._map(end)
         return {
             key: _tensor_at(self._mapping, tensor.dtype, tensor.shape, begin)
             for (key, tensor), begin in zip(tensors.items(), begins, strict=True)
         }
 
+    def _join(self) -> None:
+        if self._reserving.ident is not None:
+            self._reserving.join()
+
     def close(self) -> None:
         """Release the memory; parts that tensors still use are freed with them."""
+        self._join()
         if self._pinned:
             unpin(self._address)
         self._mapping, self._size, self._pinned = None, 0, False
+
+
+def _aligned(tensor: Tensor) -> int:
+    """Bytes in which a tensor begins and ends aligned."""
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _tensor_at(

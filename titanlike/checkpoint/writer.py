@@ -86,6 +86,7 @@ class CheckpointWriter:
         self._copy: Copy | None = None  # possibly in progress
         self._thread: ThreadPoolExecutor | None = None
         self._memory: HostMemory | None = None
+        self._updates = 0
         # of the last save: `_keys`, and which of these pieces this rank writes
         self._assigned: tuple[np.ndarray, np.ndarray] | None = None
         # on rank 0: validation losses of the committed checkpoints, None where not validated
@@ -184,6 +185,11 @@ class CheckpointWriter:
 
     def before_update(self) -> None:
         """Wait until the save in progress has its copy, since parameters are about to change."""
+        self._updates += 1
+        first = self._memory is None and self._updates == 2  # optimizers have their state
+        if first and self._settings.mode == "async_pinned" and self._settings.every:
+            self._memory = HostMemory()
+            self._memory.reserve(state_dict.held_tensors(self._stage_states))
         copy, self._copy = self._copy, None
         if copy is not None:
             begin = time.perf_counter()

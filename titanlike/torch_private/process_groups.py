@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from unittest import mock
 
 import torch
@@ -65,20 +63,6 @@ def default_store() -> dist.Store:
     """The store of the default group's rendezvous. torch has no public getter, and a second
     rendezvous at the same address is an error if rank 0 has the server."""
     return dist.distributed_c10d._get_default_store()
-
-
-def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set the timeout of a group's collectives.
-
-    Symptom without it: a DeviceMesh's groups have torch's default of 10 or 30 minutes.
-    Test: `test_fences.py::test_a_device_mesh_ignores_the_timeout_of_the_process_group`.
-    """
-    setter = getattr(dist, "set_timeout", None)  # 2.15
-    if setter is None:
-        setter = dist.distributed_c10d._set_pg_timeout
-    with warnings.catch_warnings():  # a fake group has no timeout
-        warnings.filterwarnings("ignore", "Set timeout is now only supported")
-        setter(timedelta(seconds=seconds), group)
 
 
 def forget_groups_of_meshes() -> None:
