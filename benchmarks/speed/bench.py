@@ -90,7 +90,7 @@ class _Measured:
         trace.parent.mkdir(parents=True, exist_ok=True)
         recorder = trace_profiler(self.device, lambda: trace)
         self.ranges = ProfilerRanges()
-        phases.add(self.ranges)
+        phases.observers.append(self.ranges)
         recorder.start()
         for _ in range(PROFILED):
             self.step()

@@ -46,7 +46,7 @@ class CountedCalls(TorchDispatchMode):
 
     def __enter__(self) -> CountedCalls:
         if self._ranges is not None:
-            self._ranges.add(self)
+            self._ranges.observers.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +10,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from support.models import tiny
 from support.saved_runs import events
 from support.stand_in_gpus import driver
 from support.vision_models import of_images
 from support.world import RankError, run_world
+from titanlike import library
+from titanlike.config.errors import Refused
 from titanlike.config.schema import Config, Numerics, PointSplit
 from titanlike.device import accelerator
 from titanlike.device.choose import near_device
@@ -23,6 +27,7 @@ from titanlike.distributed.places import Place, gather_places, place_of, places_
 from titanlike.launch.worker import Worker
 from titanlike.training.loop import train
 from titanlike.training.report import _sent
+from titanlike.training.session import connected
 from titanlike.training.train_plan import make_plan
 
 
@@ -126,6 +131,37 @@ def test_a_rank_is_bound_to_the_node_of_its_gpu_unless_somebody_has_bound_it(
 def train_on_machines_that_differ(config: Config, worker: Worker) -> None:
     with mock.patch.object(accelerator, "kind_of", lambda _: f"a GPU of kind {worker.rank // 2}"):
         train(config, worker)
+
+
+def opened_on_machines_that_differ(config: Config, worker: Worker, way: str) -> list[str]:
+    """What a verification, a bench or an evaluation, or else a loop of one's own is told."""
+    told: list[str] = []
+    with (
+        mock.patch.object(accelerator, "kind_of", lambda _: f"a GPU of kind {worker.rank // 2}"),
+        warnings.catch_warnings(record=True) as warned,
+    ):
+        try:
+            if way == "job":
+                with connected(config, worker, say=told.append):
+                    pass
+            else:
+                ranks = {"rank": worker.rank, "world_size": worker.world_size}
+                dist.init_process_group("gloo", store=worker.store, **ranks)
+                library.build(config)
+        except Refused as refused:
+            told.append(f"refused: {refused}")
+    return told + [str(warning.message) for warning in warned]
+
+
+@pytest.mark.parametrize("way", ["job", "library"])
+def test_whoever_opens_a_mesh_is_told_that_hardware_differs(way: str, tmp_path: Path) -> None:
+    config = tiny(dp=3, batch_size=6, layers=2)
+    every = run_world(opened_on_machines_that_differ, config, tmp_path / "fast", way)
+    assert "rank 0-1: a GPU of kind 0; rank 2: a GPU of kind 1; each step" in "".join(every[0])
+    assert not any("a GPU of kind" in text for told in every[1:] for text in told)
+    exact = replace(config, numerics=Numerics("exact"))
+    for told in run_world(opened_on_machines_that_differ, exact, tmp_path / "exact", way):
+        assert "refused: numerics=exact" in "".join(told), "not on all ranks"
 
 
 def test_ranks_on_other_hardware_are_told_and_refused_with_exact_numerics(tmp_path: Path) -> None:

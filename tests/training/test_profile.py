@@ -123,7 +123,7 @@ def train_without_ranges(config: Config, worker: Worker) -> None:
     take = loop.batches_from
 
     def watched(session: Any) -> Any:
-        assert session.run.phases._observers == (session.run.busy,)
+        assert session.run.phases.observers == [session.watchdog, session.run.busy]
         return take(session)
 
     with (
@@ -156,8 +156,7 @@ def train_and_look(config: Config, worker: Worker) -> None:
 
     with mock.patch.object(loop, "batches_from", watched):
         train(config, worker)
-    assert seen[0].run.pipeline.on_action == seen[0].watchdog.start_action
-    assert not seen[0].run.phases._observers
+    assert seen[0].run.phases.observers == [seen[0].watchdog]
 
 
 def test_on_a_cpu_the_memory_is_in_the_trace(tmp_path: Path) -> None:

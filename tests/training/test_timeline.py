@@ -142,7 +142,6 @@ def operations_and_marks(config: Config, worker: Worker) -> list[tuple[Counter[s
     """Of two steps without and two with a timeline: torch's operations, and marks of the clock."""
     run = build(config, open_mesh(config, worker))
     timeline = timeline_module.Timeline(config, worker, run, mock.Mock(), [], mock.Mock())
-    run.phases.connect(run.pipeline, lambda _: None, None)
     stream = batches(open_data(config).train, config, dp_rank=0)
     found = []
     for step in range(1, 5):

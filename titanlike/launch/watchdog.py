@@ -142,6 +142,9 @@ class Watchdog:
         self._key = "launch.step_timeout" if timeout is None else key
         self._step, self._phase = step, phase
 
+    def begin(self, phase: str) -> None:
+        """Called when a part of a step begins: the limit is for the whole step."""
+
     def start_action(self, action: Any) -> None:
         """Record that this rank begins an action of the schedule; None: all are done.
 

@@ -15,10 +15,8 @@ def check_order(order: Order) -> Order:
     range, on the wrong rank, doubled or missing; B together with I or W for one microbatch; an
     action before a dependency; forwards of the last stage out of microbatch order; a deadlock.
     """
-    _check_shape(order)
-    positions = _check_cells(order)
-    _check_complete(order, positions)
-    _check_sequence(order, positions)
+    for problem in _problems(order):
+        raise ValueError(problem)
     for _ in walk(order):
         pass
     return order
@@ -87,76 +85,59 @@ def _deadlock(order: Order, next_action: list[int], done: set[Action]) -> str:
     return f"deadlock: {cycle}. {fix}"
 
 
-def _check_shape(order: Order) -> None:
+def _problems(order: Order) -> Iterator[str]:
+    """Yield what is wrong besides deadlocks; what follows relies on what comes before."""
+    place, last, ranks = order.stage_to_rank, order.stages - 1, range(len(order.ranks))
     if order.microbatches < 1:
-        raise ValueError(f"an order of {order.microbatches} microbatches: it needs at least 1")
-    for stage, rank in enumerate(order.stage_to_rank):
-        if not 0 <= rank < len(order.ranks):
-            has = f"the order has ranks 0 to {len(order.ranks) - 1}"
-            raise ValueError(f"stage {stage} is placed on pipeline rank {rank}: {has}")
-    for rank in range(len(order.ranks)):
-        if rank not in order.stage_to_rank:
-            raise ValueError(f"pipeline rank {rank} has no stage: place one there, or use less")
-
-
-def _check_cells(order: Order) -> dict[Action, int]:
-    """Check each action by itself; returns its index in its rank's list."""
-    positions: dict[Action, int] = {}
-    for rank, acts in enumerate(order.ranks):
-        for position, act in enumerate(acts):
-            problem = ""
-            if act.kind not in ("F", "B", "I", "W"):
-                problem = f" has kind {act.kind!r}: use F, B, I or W"
-            elif not 0 <= act.stage < order.stages:
-                problem = f": there are only stages 0 to {order.stages - 1}"
-            elif not 0 <= act.mb < order.microbatches:
-                problem = f": there are only microbatches 0 to {order.microbatches - 1}"
-            elif (holder := order.stage_to_rank[act.stage]) != rank:
-                problem = f": stage {act.stage} is on pipeline rank {holder}; move the action there"
-            elif act in positions:
-                problem = f" is listed twice, first as action {positions[act] + 1}; remove one"
-            if problem:
-                where = f"pipeline rank {rank}: {act} (action {position + 1} of {len(acts)})"
-                raise ValueError(where + problem)
-            positions[act] = position
-    return positions
-
-
-def _check_complete(order: Order, positions: dict[Action, int]) -> None:
-    """Check that every microbatch has F only (evaluation), or F and B, or F, I and W."""
-    forward_only = all(act.kind == "F" for act in positions)
-    for stage, rank in enumerate(order.stage_to_rank):
-        for mb in range(order.microbatches):
-            f, b, i, w = (Action(kind, stage, mb) for kind in "FBIW")
-            half = i if i in positions else w
-            problem = ""
-            if f not in positions:
-                problem = f"{f} is missing; add it"
-            elif b in positions and half in positions:
-                problem = f"{b} besides {half}; keep either {b}, or {i} and {w}"
-            elif (i in positions) != (w in positions):
-                problem = f"{w if half == i else i} is missing besides {half}; add it"
-            elif not (forward_only or b in positions or half in positions):
-                problem = f"{b} is missing; add it after {f}, or add {i} and {w}"
-            if problem:
-                raise ValueError(f"pipeline rank {rank}: {problem}")
-
-
-def _check_sequence(order: Order, positions: dict[Action, int]) -> None:
-    """Check the order of actions within each rank."""
-    last = order.stages - 1
-    position = {completion_key(act): index for act, index in positions.items()}
+        yield f"an order of {order.microbatches} microbatches: it needs at least 1"
+    for stage, rank in enumerate(place):
+        if rank not in ranks:
+            has = f"the order has ranks 0 to {len(ranks) - 1}"
+            yield f"stage {stage} is placed on pipeline rank {rank}: {has}"
+    for rank in ranks:
+        if rank not in place:
+            yield f"pipeline rank {rank} has no stage: place one there, or use less"
+    # each action by itself
+    at: dict[Action, int] = {}  # its index in its rank's list
     for rank, acts in enumerate(order.ranks):
         for index, act in enumerate(acts):
-            for need in dependencies(act, last):
-                if order.stage_to_rank[need.stage] == rank and position[need] > index:
-                    wrong = f"{act} comes before {acts[position[need]]}, which it needs"
-                    raise ValueError(f"pipeline rank {rank}: {wrong}; swap them")
-    final = [act for act in order.ranks[order.stage_to_rank[last]] if act[:2] == ("F", last)]
-    for before, after in pairwise(final):
-        if before.mb > after.mb:
-            raise ValueError(
-                f"pipeline rank {order.stage_to_rank[last]}: {before} comes before {after}; the last "
-                "stage's forwards must be in microbatch order, because torch numbers the "
-                "losses as they arrive"
+            where = f"pipeline rank {rank}: {act} (action {index + 1} of {len(acts)})"
+            if act.kind not in ("F", "B", "I", "W"):
+                yield f"{where} has kind {act.kind!r}: use F, B, I or W"
+            if not 0 <= act.stage <= last:
+                yield f"{where}: there are only stages 0 to {last}"
+            if not 0 <= act.mb < order.microbatches:
+                yield f"{where}: there are only microbatches 0 to {order.microbatches - 1}"
+            if (holder := place[act.stage]) != rank:
+                yield f"{where}: stage {act.stage} is on pipeline rank {holder}; move the action there"
+            if act in at:
+                yield f"{where} is listed twice, first as action {at[act] + 1}; remove one"
+            at[act] = index
+    # every microbatch has F only (evaluation), or F and B, or F, I and W
+    forward_only = all(act.kind == "F" for act in at)
+    for stage, rank in enumerate(place):
+        for mb in range(order.microbatches):
+            f, b, i, w = (Action(kind, stage, mb) for kind in "FBIW")
+            half, other = (i, w) if i in at else (w, i)
+            who = f"pipeline rank {rank}:"
+            if f not in at:
+                yield f"{who} {f} is missing; add it"
+            if b in at and half in at:
+                yield f"{who} {b} besides {half}; keep either {b}, or {i} and {w}"
+            if (i in at) != (w in at):
+                yield f"{who} {other} is missing besides {half}; add it"
+            if not (forward_only or b in at or half in at):
+                yield f"{who} {b} is missing; add it after {f}, or add {i} and {w}"
+    # the order within each rank
+    done = {completion_key(act): index for act, index in at.items()}
+    for act, index in at.items():
+        for need in dependencies(act, last):
+            if place[need.stage] == place[act.stage] and done[need] > index:
+                wrong = f"{act} comes before {order.ranks[place[act.stage]][done[need]]}"
+                yield f"pipeline rank {place[act.stage]}: {wrong}, which it needs; swap them"
+    for one, two in pairwise(act for act in order.ranks[place[last]] if act[:2] == ("F", last)):
+        if one.mb > two.mb:
+            wrong = (
+                f"{one} comes before {two}; the last stage's forwards must be in microbatch order"
             )
+            yield f"pipeline rank {place[last]}: {wrong}, because torch numbers the losses"

@@ -58,54 +58,26 @@ class StepObserver(Protocol):
 
 
 class StepPhases:
-    """Notifies observers of a step's phases and actions; without any, a call is one comparison."""
+    """Notifies observers of a step's phases and actions, one after the other."""
 
     def __init__(self) -> None:
-        self._observers: tuple[StepObserver, ...] = ()
-        self._pipeline: Pipeline | None = None
-        self._always: Callable[[Any], None] = lambda _: None
-        self._always_queued: Callable[[Any, bool], None] | None = None
-
-    def connect(
-        self,
-        pipeline: Pipeline,
-        start_action: Callable[[Any], None],
-        action_queued: Callable[[Any, bool], None] | None,
-    ) -> None:
-        """Set the pipeline's callbacks; action_queued: None = no observer needs it."""
-        self._pipeline, self._always, self._always_queued = pipeline, start_action, action_queued
-        self._call_back()
+        self.observers: list[StepObserver] = []
 
     def begin(self, phase: str) -> None:
-        """Begin the next phase of a step."""
-        for observer in self._observers:
+        for observer in self.observers:
             observer.begin(phase)
 
-    def add(self, observer: StepObserver) -> None:
-        self._observers += (observer,)
-        self._call_back()
+    def start_action(self, action: Any) -> None:
+        for observer in self.observers:
+            observer.start_action(action)
+
+    def action_queued(self, action: Any, received: bool) -> None:
+        for observer in self.observers:
+            observer.action_queued(action, received)
 
     def remove(self, observer: StepObserver) -> None:
         """Remove an observer, if it is there."""
-        self._observers = tuple(other for other in self._observers if other is not observer)
-        self._call_back()
-
-    def _call_back(self) -> None:
-        if self._pipeline is not None:
-            listening = bool(self._observers)
-            self._pipeline.on_action = self._start_action if listening else self._always
-            self._pipeline.on_queued = self._action_queued if listening else self._always_queued
-
-    def _start_action(self, action: Any) -> None:
-        self._always(action)
-        for observer in self._observers:
-            observer.start_action(action)
-
-    def _action_queued(self, action: Any, received: bool) -> None:
-        if self._always_queued is not None:
-            self._always_queued(action, received)
-        for observer in self._observers:
-            observer.action_queued(action, received)
+        self.observers = [other for other in self.observers if other is not observer]
 
 
 @dataclass(frozen=True)
@@ -121,7 +93,7 @@ class Run:
     async_scalars: AsyncScalars  # copies metrics off the device asynchronously
     weights_source: str  # where initial weights come from, for the opening table
     own: CustomMetrics | None = None  # by `metrics.own`
-    phases: StepPhases = field(default_factory=StepPhases)  # for profile and timeline
+    phases: StepPhases = field(default_factory=StepPhases)  # for watchdog, profile and timeline
     busy: BusyTime | None = None  # how long this rank of several waits for others
 
     @property
@@ -259,6 +231,7 @@ def build_planned(
         weights_source=built_stages.weights_source,
         own=custom,
     )
+    pipeline.on_action, pipeline.on_queued = run.phases.start_action, run.phases.action_queued
     run.train_mode(True)
     built()
     return run

@@ -116,7 +116,7 @@ class Profile:
             )
             self._profiler.start()
         if begins:
-            self._run.phases.add(self._ranges)
+            self._run.phases.observers.append(self._ranges)
         if self._recorded:
             self._ranges.start_step(step)
 

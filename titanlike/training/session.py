@@ -207,8 +207,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
         say = console.line if worker.rank == 0 else lambda _: None
         run = build(config, mesh, data, say)
         checkpointer = Checkpointer(run.stage_states, config, data, events, run.mesh.dp_rank)
-        queued = watchdog.action_queued if queue is not None else None
-        run.phases.connect(run.pipeline, watchdog.start_action, queued)
+        run.phases.observers.append(watchdog)
         stragglers = None
         if mesh.world_size > 1:
             from titanlike.torch_private.fsdp import parameter_groups
@@ -217,7 +216,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
             groups = [group for stage in run.stages for group in parameter_groups(stage)]
             busy = BusyTime(mesh.device, groups, told_every(mesh.world_size))
             run = replace(run, busy=busy)
-            run.phases.add(busy)
+            run.phases.observers.append(busy)
             stragglers = Stragglers(config, mesh, worker, events)
 
         def report_profile(step: int, text: str) -> None:

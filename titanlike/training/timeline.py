@@ -119,7 +119,7 @@ class Timeline:
             self._marks[0] = []  # not empty, so that this rank takes part in `_finish`
             return
         self._clock = Clock(self._run.mesh.device)
-        self._run.phases.add(self)
+        self._run.phases.observers.append(self)
         groups = [group for stage in self._run.stages for group in parameter_groups(stage)]
         self._undo = watch_collectives(groups, lambda kind: self._mark("exchange", kind))
 
