@@ -18,7 +18,6 @@ from titanlike.costs.node_costs import Operator
 from titanlike.driver import tools
 from titanlike.metrics.chart import Chart, Span, write_trace
 from titanlike.metrics.chart_picture import draw
-from titanlike.planning.advice import advise
 from titanlike.planning.estimate_text import as_text, chart_of
 from titanlike.planning.known_hardware import link_of, shipped
 from titanlike.planning.search import CostCache, ScoredLayout, score
@@ -50,13 +49,12 @@ def test_the_line_that_trains_is_the_line_that_plans(tmp_path: Path) -> None:
     assert 0 < found["bubble"] < 0.5 and len(found["ranks"]) == 2 and len(found["stages"]) == 4
 
 
-def test_a_table_fits_into_a_terminal_and_its_advice_fits_and_is_faster() -> None:
+def test_a_table_fits_into_a_terminal() -> None:
     words = "pp=2 dp=2 schedule=zbvzerobubble schedule.microbatches=8 activation_checkpoint=full"
     plan = planned(*TINY, *words.split(), "hardware.memory=11MiB")
-    advice = advise(plan, 60)
-    assert plan.fits and advice and all(one.estimate.fits and one.gain > 0.01 for one in advice)
+    assert plan.fits
     for columns in (80, 160):
-        text = as_text(plan, advice, "", columns)
+        text = as_text(plan, "", columns)
         assert "fits" in text and "queued" in text and "reduce-scatters of gradients" in text
         assert max(map(len, text.splitlines())) <= columns
     parts = [parts.total for parts in plan.memory]

@@ -25,7 +25,7 @@ from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.placement import in_float8
 from titanlike.launch.worker import Worker
 from titanlike.planning.estimate import make_estimate
-from titanlike.planning.estimate_text import as_data, as_text
+from titanlike.planning.estimate_text import as_data
 from titanlike.planning.known_hardware import link_of, sharded, shipped
 from titanlike.training.build import build
 from titanlike.training.device_batches import to_device
@@ -112,17 +112,14 @@ def test_weights_gathered_in_float8_count_one_byte_each() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_reports_expert_memory_and_traffic() -> None:
+def test_a_plan_reports_the_memory_of_experts() -> None:
     """8 experts of 176 in each of 2 layers, with fp32 weights and two moments: over dp's ranks, of
-    which tp's have the same, or over both; FSDP shards what is left over dp."""
+    which tp's have the same, or over both."""
     words = f"{WORDS} model=moe_tiny model.num_hidden_layers=2 batch_size=32 dp=4 tp=2".split()
     one = LAYERS * 3 * 176 * DIM * 12
-    for ep, on_a_rank, each in ((4, 2, 2), (8, 1, 1), (2, 4 / 2, 4)):
-        estimate = planned(*words, f"ep={ep}")
-        [rank] = as_data(estimate)["ranks"]
+    for ep, on_a_rank in ((4, 2), (8, 1), (2, 4 / 2)):
+        [rank] = as_data(planned(*words, f"ep={ep}"))["ranks"]
         assert rank["expert_bytes"] == on_a_rank * one, ep
-        said = f"{8 // ep} of 8 of a layer on a rank, each on {each} rank"
-        assert said in as_text(estimate, width=200), ep
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from titanlike.config.program import (
     argument_parser,
     exit_code,
     scripts_dir,
-    tool_program,
     train_program,
 )
 from titanlike.config.schema import MESH_AXES, TIMELINE, Config
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 _PLAN = (
     "Says what a run will cost before anything is paid for: memory of each rank, time of a step, "
-    "tokens/s, MFU, bubble, traffic, and what would help. No GPU, process group or data are needed. "
+    "tokens/s, MFU, bubble, traffic, and what is slow. No GPU, process group or data are needed. "
     "hardware= names the devices. `search` tries every layout of gpus=N devices for the global batch."
 )
 
@@ -54,8 +53,6 @@ def plan(argv: list[str]) -> int:
     add("--json", action="store_true", help="print one JSON object")
     text = "draw the pipeline: .svg or .png (%(const)s)"
     add("--picture", metavar="FILE", type=Path, nargs="?", const=Path("plan.svg"), help=text)
-    text = "count the memory in a step of each pipeline rank, without devices: seconds a rank"
-    add("--exact", action="store_true", help=text)
     text = "layouts that a search prints (%(default)s)"
     add("--top", metavar="N", type=int, default=10, help=text)
     flags, words = parser.parse_known_args(argv)
@@ -90,12 +87,12 @@ def plan(argv: list[str]) -> int:
         return print_problems([problem.hiding(checked.environment) for problem in problems])
     try:
         if not searching:
-            return _plan(config, flags, words)
+            return _plan(config, flags)
         from titanlike.planning.search import search, search_data, search_text
 
         devices = int(gpus[0]) if gpus else config.world_size
         say = partial(print, file=sys.stderr, flush=True)
-        layouts = search(config, words, devices, flags.top, flags.exact, say)
+        layouts = search(config, words, devices, flags.top, say)
         as_json = flags.json and json.dumps(search_data(layouts, flags.top))
         print(as_json or search_text(layouts, flags.top, _width()))
         return 0 if layouts.ranked else 1
@@ -108,10 +105,10 @@ def plan(argv: list[str]) -> int:
         return 0
 
 
-def _plan(config: Config, flags: argparse.Namespace, words: list[str]) -> int:
-    from titanlike.planning.advice import advise, memory_warning
+def _plan(config: Config, flags: argparse.Namespace) -> int:
+    from titanlike.planning.advice import memory_warning
     from titanlike.planning.auto_schedule import WHY, with_found_order
-    from titanlike.planning.estimate import make_estimate, with_exact_memory
+    from titanlike.planning.estimate import make_estimate
     from titanlike.planning.estimate_text import as_data, as_text, chart_of
     from titanlike.planning.known_hardware import planned_hardware
 
@@ -125,23 +122,13 @@ def _plan(config: Config, flags: argparse.Namespace, words: list[str]) -> int:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         ordered = with_found_order(replace(config, run_dir=folder), say)
         estimate = make_estimate(ordered, hardware)
-        if flags.exact:
-            estimate = with_exact_memory(estimate)
         warning = (
             "" if estimate.fits else memory_warning(config, estimate.plan, hardware.usable, 4.0)
         )
-        advice = advise(estimate) if estimate.fits else []
         if flags.json:
-            print(json.dumps(as_data(estimate, advice, warning)))
+            print(json.dumps(as_data(estimate, warning)))
         else:
-            print(as_text(estimate, advice, warning, _width()))
-            free = (*MESH_AXES, "replicate", "schedule", "split", "activation_checkpoint")
-            fixed = [word for word in words if not word.partition("=")[0].startswith(free)]
-            search = [*tool_program("plan"), "search", f"gpus={config.world_size}", *fixed]
-            if config.world_size > 1:
-                print(f"\nthe fastest layouts of {config.world_size} devices: {shlex.join(search)}")
-            if flags.picture is None:
-                print("the step as a picture, with each rank's memory: --picture plan.svg")
+            print(as_text(estimate, warning, _width()))
         if flags.picture is not None:
             from titanlike.metrics.chart_picture import draw
 

@@ -15,17 +15,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
-import torch
-from torch import nn
-
-from titanlike.config import validate
-from titanlike.config.errors import ConfigError
-from titanlike.config.overrides import with_choices
 from titanlike.config.schema import (
     ActivationCheckpoint,
     AutoSplit,
@@ -39,15 +31,11 @@ from titanlike.config.schema import (
 )
 from titanlike.costs.rank_memory import MemoryParts, MemorySample, RankMemory, StageLayout
 from titanlike.costs.simulate import Simulation, simulate
-from titanlike.data.loader import example_batch
-from titanlike.data.sources import Batch
-from titanlike.distributed.mesh import lay_mesh
 from titanlike.distributed.transform import Transform
 from titanlike.graph.cut import messages
 from titanlike.graph.partition import partition
 from titanlike.pipeline.from_config import declared_microbatches, derive_microbatches
 from titanlike.pipeline.order import Order
-from titanlike.pipeline.schedules import SCHEDULES
 from titanlike.planning.known_hardware import axes, likely_hardware, link_of
 from titanlike.planning.stage_times import (
     TRAFFIC,
@@ -57,14 +45,6 @@ from titanlike.planning.stage_times import (
     layout_times,
     unit_times,
 )
-from titanlike.torch_private.fake_ranks import (
-    LiveStorages,
-    allocate,
-    fake_process_group,
-    fake_tensors,
-)
-from titanlike.training.build import Run, build_planned
-from titanlike.training.step import drop_gradients, optimizer_step
 from titanlike.training.train_plan import TrainPlan, make_plan
 
 # Small all-reduces per step (loss, gradient norm)
@@ -80,9 +60,6 @@ class Estimate:
     plan: TrainPlan
     times: LayoutTimes
     simulation: Simulation
-    # pipeline rank -> bytes counted in a step (`with_exact_memory`)
-    counted: Mapping[int, int] = field(default_factory=dict)
-    not_counted: str = ""  # why counting failed
 
     @property
     def order(self) -> Order:
@@ -135,9 +112,8 @@ class Estimate:
 
     @cached_property
     def memory_bytes(self) -> list[int]:
-        """Peak bytes of each pipeline rank: counted if available, else estimated."""
-        estimated = self.plan.memory().of_ranks(self.plan.recomputed.blocks)
-        return [self.counted.get(rank, nbytes) for rank, nbytes in enumerate(estimated)]
+        """Peak bytes of each pipeline rank."""
+        return self.plan.memory().of_ranks(self.plan.recomputed.blocks)
 
     @property
     def memory_unknown(self) -> str:
@@ -166,10 +142,20 @@ class Estimate:
         return total
 
     def shares(self, rank: int) -> dict[str, float]:
-        """Parts of a rank's step by what they are spent on, as fractions of it."""
-        step = self.step_seconds
-        parts = parts_of_step(self.times, self.order, self.simulation, rank, step)
-        return {name: value / step for name, value in parts.items() if value > 1e-4 * step}
+        """Parts of a pipeline rank's step by what they are spent on, as fractions of it."""
+        step, seconds = self.step_seconds, defaultdict[str, float](float)
+        for stage in self.order.local(rank):
+            for name, each in self.times.parts(stage).items():
+                seconds[name] += self.plan.microbatches * each
+        # not in the units' times: the host, and exposed communication of FSDP
+        computes = self.simulation.computes[rank]
+        seconds["host and sharding"] = max(0.0, computes - sum(seconds.values()))
+        for event in self.simulation.events[rank]:
+            name = {"gather": "gathers", "reduce": "reductions", "update": "update"}.get(event.kind)
+            if name is not None:
+                seconds[name] += event.end - event.start
+        seconds["waiting"] = step - sum(seconds.values())
+        return {name: value / step for name, value in seconds.items() if value > 1e-4 * step}
 
     @property
     def slowest(self) -> int:
@@ -177,28 +163,6 @@ class Estimate:
         simulated = self.simulation
         busy = [*map(sum, zip(simulated.computes, simulated.exchanges, strict=True))]
         return busy.index(max(busy))
-
-
-def parts_of_step(
-    times: LayoutTimes, order: Order, simulation: Simulation, rank: int, step: float
-) -> dict[str, float]:
-    """Seconds of a pipeline rank's step by purpose.
-
-    order: the simulated one, which may have fewer microbatches than the step of `step` seconds.
-    """
-    m, seconds = times.layout.microbatches, defaultdict[str, float](float)
-    for stage in order.local(rank):
-        for name, each in times.parts(stage).items():
-            seconds[name] += m * each
-    # not in the units' times: the host, and exposed communication of FSDP
-    computes = simulation.computes[rank] * (m / order.microbatches)
-    seconds["host and sharding"] = max(0.0, computes - sum(seconds.values()))
-    for event in simulation.events[rank]:
-        name = {"gather": "gathers", "reduce": "reductions", "update": "update"}.get(event.kind)
-        if name is not None:
-            seconds[name] += event.end - event.start
-    seconds["waiting"] = step - sum(seconds.values())
-    return seconds
 
 
 def make_estimate(
@@ -224,125 +188,10 @@ def make_estimate(
     return Estimate(config, hardware, plan, times, simulation)
 
 
-def improved(estimate: Estimate, choices: Mapping[str, Any], least: float = 0.0) -> Estimate | None:
-    """Estimate the config with other values of keys; None unless it is valid, fits, and is faster
-    by more than `least` (relative)."""
-    config = with_choices(estimate.config, choices)
-    if validate.problems(config):
-        return None
-    try:
-        other = make_estimate(config, estimate.hardware, checked=estimate.plan.transforms)
-    except (ConfigError, ValueError):
-        return None
-    faster = estimate.step_seconds / other.step_seconds - 1 > least
-    return other if other.fits and faster else None
-
-
 def agreement(config: Config, hardware: Hardware) -> float:
     """Seconds of the all-reduces of loss and gradient norm."""
     names = axes(config)
     return 2 * _AGREEMENTS * sum(link_of(config, name, hardware).latency for name in names)
-
-
-# --- the memory of each pipeline rank, counted in a step ------------------------------------------
-#
-# `rank_memory.py` estimates in milliseconds. Here a rank is built and trains a step by a run's own
-# code with fake tensors (including FSDP's buffers, P2P buffers and optimizer state) and a fake
-# process group, and live storages are counted. That takes seconds per rank.
-
-
-def with_exact_memory(estimate: Estimate, ranks: Sequence[int] | None = None) -> Estimate:
-    """Count the peak memory of the first rank of each pipeline rank: bytes of its live storages
-    over a step.
-
-    Among ranks that share stages the first has the largest shards. Blocks are not compiled; with
-    many microbatches only as many are run as it takes until memory repeats. ranks: only these
-    pipeline ranks. The estimate tells (`not_counted`) why memory was not counted: it depends on
-    values (documents), or is on two devices (fsdp.cpu_offload).
-    """
-    config, room = estimate.config, estimate.hardware.usable
-    if config.fsdp.cpu_offload:
-        return replace(estimate, not_counted="with fsdp.cpu_offload a part of it is on the host")
-    if config.ep > 1:
-        return replace(
-            estimate, not_counted="how many tokens experts receive depends on their values"
-        )
-    config = replace(_shortened(estimate), device="cpu", compile=False)
-    example = example_batch(config)
-    pipeline_ranks, counted = range(config.pp) if ranks is None else ranks, {}
-    for rank in pipeline_ranks:
-        try:
-            first = rank * config.world_size // config.pp
-            counted[rank] = _bytes_of_rank(config, room, example, first)
-        except Exception as error:  # a model may raise anything when it reads a value
-            return replace(estimate, not_counted=_reason(error))
-    return replace(estimate, counted=counted)
-
-
-def _shortened(estimate: Estimate) -> Config:
-    """The config with fewer microbatches, if the estimated memory is the same."""
-    config, plan, room = estimate.config, estimate.plan, estimate.hardware.usable
-    if config.schedule.name not in SCHEDULES or estimate.memory_unknown:
-        return config
-    expected = plan.memory().of_ranks(plan.recomputed.blocks)
-    for count in (2 * plan.order.stages, 4 * plan.order.stages):
-        if count >= plan.microbatches:
-            break
-        schedule: Any = config.schedule
-        schedule = replace(schedule, microbatches=count)
-        rows = config.batch_size // plan.microbatches * count
-        shorter = replace(config, batch_size=rows, schedule=schedule)
-        try:
-            other = make_plan(shorter, device_memory=lambda: room)
-        except ConfigError:  # a number that the schedule does not support
-            continue
-        if other.memory().of_ranks(other.recomputed.blocks) == expected:
-            return shorter
-    return config
-
-
-def _reason(error: BaseException) -> str:
-    """Format the cause of an error in a line; torch's runtime wraps errors of stages."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {next(filter(None, str(error).splitlines()), '')}"
-
-
-def _bytes_of_rank(config: Config, room: int, example: Batch, rank: int) -> int:
-    live, fake = LiveStorages(), fake_tensors()
-    with fake_process_group(rank, config.world_size):
-        run = assemble_fake(config, room, fake, live)
-        with fake, live:
-            # a first optimizer step allocates the optimizer's state
-            for parameter in run.parameters:
-                parameter.grad = torch.zeros_like(parameter)
-            for state in run.stage_states:
-                for optimizer in state.optimizers:
-                    optimizer.step()
-            drop_gradients(run)
-            run.pipeline.train(zeros(config, example))
-            optimizer_step(run, config, 1, torch.ones(()))
-    return live.peak
-
-
-def assemble_fake(
-    config: Config, room: int, fake: AbstractContextManager[Any], live: LiveStorages
-) -> Run:
-    """Build the run of a rank of a fake process group; room: bytes available for training."""
-    mesh = lay_mesh(config, torch.device("cpu"), "fake", "planned")
-
-    def fill(stage: nn.Module, _: object, device: torch.device, *__: object, **___: object) -> None:
-        with fake, live:
-            allocate(stage, device)
-
-    plan = make_plan(config, None, None, lambda: room, mesh)
-    return build_planned(config, mesh, plan, init_weights=fill)
-
-
-def zeros(config: Config, example: Batch) -> Batch:
-    """A batch of zeros for one dp rank, shaped as `example`."""
-    rows = config.batch_size // config.dp
-    return {n: torch.zeros((rows, *v.shape[1:]), dtype=v.dtype) for n, v in example.items()}
 
 
 # --- costs of a model's units in any layout --------------------------------------------------------

@@ -8,12 +8,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from titanlike.distributed.placement import experts_of
 from titanlike.metrics import units
 from titanlike.metrics.chart import Chart, MemoryCurve, Span
 from titanlike.metrics.chart_picture import inline_svg
 from titanlike.metrics.console import table_lines
-from titanlike.planning.advice import Advice
 from titanlike.planning.estimate import Estimate
 from titanlike.planning.known_hardware import axes, link_of
 
@@ -57,7 +55,7 @@ class ShownEstimate(Estimate):
         return inline_svg(chart_of(self))
 
 
-def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = "") -> dict[str, Any]:
+def as_data(estimate: Estimate, warning: str = "") -> dict[str, Any]:
     """The estimate as a JSON object. Seconds, bytes, fractions of 1."""
     config = estimate.config
     ranks = range(config.pp)
@@ -67,8 +65,6 @@ def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = ""
         "mfu": estimate.mfu,
         "bubble": estimate.simulation.bubble,
         "memory_bytes": estimate.memory_bytes,
-        "memory_counted": [rank in estimate.counted for rank in ranks],
-        "not_counted": estimate.not_counted,
         "fits": estimate.fits,
         "device_memory_bytes": estimate.hardware.usable,
         "ranks_per_device": estimate.shared_by,
@@ -106,21 +102,19 @@ def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = ""
             {"rank": rank, "stage": stage, "share": seconds / estimate.step_seconds}
             for (rank, stage), seconds in sorted(estimate.simulation.waits.items())
         ],
-        "advice": [{"overrides": one.overrides, "gain": one.gain} for one in advice],
         "warning": warning,
         "estimated": estimate.times.estimated or estimate.memory_unknown,
     }
 
 
-def as_text(
-    estimate: Estimate, advice: Sequence[Advice] = (), warning: str = "", width: int = 80
-) -> str:
+def as_text(estimate: Estimate, warning: str = "", width: int = 80) -> str:
     parts = [
         _summary(estimate, warning, width),
         _memory_table(estimate, width),
         _time_table(estimate, width),
+        _traffic_table(estimate, width),
+        _bounds(estimate, width),
     ]
-    parts += [_traffic_table(estimate, width), _bounds(estimate, advice, width)]
     if reason := estimate.times.estimated or estimate.memory_unknown:
         text = f"guessed by the number of parameters, and without activations: {reason}"
         parts.append("\n".join(textwrap.wrap(text, width)))
@@ -161,51 +155,30 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
         f"step    {units.short_time(estimate.step_seconds)}, {batch}; {speed}",
         f"bubble  {estimate.simulation.bubble:.1%}",
         f"memory  {room}: {'fits' if estimate.fits else 'DOES NOT FIT'}",
-        *([f"experts {experts_text(estimate)}"] if config.ep > 1 else []),
         f"run     {config.last_step:,} steps: {days}, {hours:,.0f} device hours",
         *([warning] if warning else []),
     ]
     if (shared := estimate.shared_by) > 1:
         text = "for correctness, not for speed: times are those of ranks with a device each"
         lines.append(f"shared  {shared} ranks take turns on a device, {text}")
-    if estimate.not_counted:
-        lines.append(
-            f"the memory is estimated, as a step could not be counted: {estimate.not_counted}"
-        )
     wrapped = (textwrap.wrap(line, width, subsequent_indent=" " * 8) or [""] for line in lines)
     return "\n".join(line for lines in wrapped for line in lines)
-
-
-def experts_text(estimate: Estimate) -> str:
-    """How many experts a rank has, and the memory of these."""
-    config, plan = estimate.config, estimate.plan
-    modules: list[Any] = [*experts_of(plan.model_graph.model).values()]
-    counts = sorted({module.num_experts for module in modules})
-    shown = " or ".join(f"{count // config.ep} of {count}" for count in counts)
-    ranks = config.world_size // (config.pp * config.ep)
-    nbytes = max(plan.memory().of_experts(rank) for rank in range(config.pp))
-    each = f"each on {ranks} rank{'s' * (ranks > 1)}"
-    held = f"{units.size(nbytes)} of weights and optimizer state on the fullest rank"
-    return f"{shown} of a layer on a rank, {each}; {held}"
 
 
 def _memory_table(estimate: Estimate, width: int) -> str:
     used = [name for name in _PARTS if any(getattr(parts, name) for parts in estimate.memory)]
     unit, scale = ("GiB", _GIB) if estimate.fullest >= _GIB else ("MiB", 2**20)
-    header = ["rank", "stages", *(_PARTS[name] for name in used), "total"]
-    header += ["exact", "of"] if estimate.counted else ["of"]
+    header = ["rank", "stages", *(_PARTS[name] for name in used), "total", "of"]
     rows = []
     for rank, parts in enumerate(estimate.memory):
-        sizes: list[float | None] = [*(getattr(parts, name) for name in used), parts.total]
-        sizes += [estimate.counted.get(rank)] if estimate.counted else []
-        sizes.append(estimate.hardware.usable)
-        shown = ["" if size is None else f"{size / scale:.1f}" for size in sizes]
+        sizes = [getattr(parts, name) for name in used]
+        sizes += [parts.total, estimate.hardware.usable]
+        shown = [f"{size / scale:.1f}" for size in sizes]
         rows.append([str(rank), _stages(estimate.order.local(rank)), *shown])
     what = (
         "activ: of microbatches in flight; queued: for weight gradients that wait; msgs: between "
     )
     what += "stages; gather: whole parameters; peak: while a block runs"
-    what += "; exact: counted in a step" if estimate.counted else ""
     title = f"memory at the fullest moment, {unit}"
     return "\n".join([title, *textwrap.wrap(what, width), table(header, rows, width)])
 
@@ -244,7 +217,7 @@ def _traffic_table(estimate: Estimate, width: int) -> str:
     return table(header, rows, width) if rows else ""
 
 
-def _bounds(estimate: Estimate, advice: Sequence[Advice], width: int) -> str:
+def _bounds(estimate: Estimate, width: int) -> str:
     shares = sorted(estimate.shares(estimate.slowest).items(), key=lambda pair: -pair[1])
     text = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
     lines = textwrap.wrap(f"rank {estimate.slowest} has the most to do: {text}", width)
@@ -252,8 +225,6 @@ def _bounds(estimate: Estimate, advice: Sequence[Advice], width: int) -> str:
         (rank, stage), seconds = max(waits.items(), key=lambda pair: pair[1])
         share = seconds / estimate.step_seconds
         lines.append(f"rank {rank} waits {share:.0%} of the step for stage {stage}")
-    if advice:
-        lines += ["what would help", *(f"  {one}" for one in advice[:5])]
     return "\n".join(lines)
 
 

@@ -11,11 +11,10 @@ that fit.
 from __future__ import annotations
 
 import shlex
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from math import gcd
 from typing import Any
@@ -37,12 +36,9 @@ from titanlike.planning.estimate import (
     CostTable,
     Estimate,
     agreement,
-    improved,
     make_estimate,
     microbatches_of,
-    parts_of_step,
     rows_of,
-    with_exact_memory,
 )
 from titanlike.planning.estimate_text import as_data, mesh_text, table
 from titanlike.planning.known_hardware import planned_hardware
@@ -86,8 +82,6 @@ class LayoutSearch:
     fitting: int = 0
     refused: int = 0  # invalid
     why: str = ""  # the first reason why an order or split was impossible
-    too_large: int = 0  # of the fastest, those that do not fit with counted memory
-    lost: list[str] = field(default_factory=list)  # why well-known layouts are not among them
     seconds: float = 0.0
     least_memory: int = 0  # the smallest peak of a layout, bytes on its fullest rank
 
@@ -97,14 +91,12 @@ def search(
     words: list[str],
     gpus: int,
     most: int = 10,
-    exact: bool = False,
     say: Callable[[str], object] = lambda _: None,
 ) -> LayoutSearch:
     """Search the fastest layouts of `gpus` devices.
 
-    words: the config's overrides, which stay fixed; most: number of layouts to return; exact: count
-    the memory of their fullest rank if possible; say: called with the progress every few seconds.
-    Raises ConfigError.
+    words: the config's overrides, which stay fixed; most: number of layouts to return; say: called
+    with the progress every few seconds. Raises ConfigError.
     """
     begin, spoke, slow = time.process_time(), time.monotonic(), False
     hardware = planned_hardware(config, gpus)
@@ -143,19 +135,17 @@ def search(
         raise refusal
     if "split" not in map(key_of, fixed_words):
         for ranked in result.ranked[:_AUTO]:
-            pipeline = ranked.estimate.config.pp > 1
-            if pipeline and (other := improved(ranked.estimate, {"split": "auto"})) is not None:
+            alone = ranked.estimate
+            changed = with_choices(alone.config, {"split": "auto"})
+            if alone.config.pp == 1 or validate.problems(changed):
+                continue
+            try:
+                other = make_estimate(changed, hardware, checked=alone.plan.transforms)
+            except (ConfigError, ValueError):
+                continue
+            if other.fits and other.step_seconds < alone.step_seconds:
                 result.ranked.append(Ranked([*ranked.overrides, "split=auto"], other))
     result.ranked.sort(key=lambda ranked: ranked.estimate.step_seconds)
-    if exact:  # keep those whose fullest rank fits when counted, or cannot be counted
-        fastest = result.ranked[:most]
-        for ranked in fastest:
-            fullest = ranked.estimate.memory_bytes.index(ranked.estimate.fullest)
-            ranked.estimate = with_exact_memory(ranked.estimate, [fullest])
-        result.ranked = [ranked for ranked in fastest if ranked.estimate.fits]
-        result.too_large = len(fastest) - len(result.ranked)
-    if result.ranked:
-        result.lost = [*_lost(scored, result)]
     result.seconds = time.process_time() - begin
     return result
 
@@ -343,13 +333,6 @@ class ScoredLayout:
         simulation = self.simulation
         return simulation.step + rest * max(simulation.computes)
 
-    @cached_property
-    def parts(self) -> dict[str, float]:
-        """Seconds of a step by purpose, on the busiest rank."""
-        simulation = self.simulation
-        busiest = simulation.computes.index(max(simulation.computes))
-        return parts_of_step(self.times, self.order, simulation, busiest, self.seconds)
-
 
 def score(
     overrides: list[str],
@@ -386,47 +369,6 @@ def score(
     return ScoredLayout(overrides, config, layout, times, peaks, order, transforms)
 
 
-# --- why well-known layouts are slower ----------------------------------------------------------
-
-
-def _is_pipeline_of(schedule: str, config: Config) -> bool:
-    return config.pp > 1 and config.schedule.name == schedule
-
-
-def _lost(scored: list[ScoredLayout], result: LayoutSearch) -> Iterator[str]:
-    """Yield how much slower the fastest layout of each well-known kind is, and why."""
-    usable, best = result.hardware.usable, result.ranked[0]
-    overrides = [word for word in best.overrides if word != "split=auto"]
-    winner = next((layout for layout in scored if layout.overrides == overrides), None)
-    if winner is None:
-        return
-    tp = max(layout.config.tp for layout in scored)
-    famous: dict[str, Callable[[Config], bool]] = {
-        "FSDP alone (pp=1 tp=1)": lambda c: c.pp == c.tp == 1,
-        f"tp={tp} without a pipeline": lambda c: c.tp == tp > 1 and c.pp == 1,
-        f"tp={tp}": lambda c: c.tp == tp > 1,
-        "a pipeline without tp": lambda c: c.pp > 1 and c.tp == 1,
-    }
-    famous |= {f"schedule={name}": partial(_is_pipeline_of, name) for name in _SCHEDULES}
-    for name, belongs in famous.items():
-        layouts = [layout for layout in scored if belongs(layout.config)]
-        if not layouts or belongs(best.estimate.config):
-            continue
-        fitting = [layout for layout in layouts if layout.most <= usable]
-        if not fitting:
-            least = min(layout.most for layout in layouts)
-            yield f"{name}: does not fit: {least / 2**30:.1f} of {usable / 2**30:.1f} GiB"
-            continue
-        fastest = min(fitting, key=lambda layout: layout.seconds)
-        slower = fastest.seconds / winner.seconds - 1
-        longer = {k: seconds - winner.parts.get(k, 0.0) for k, seconds in fastest.parts.items()}
-        why = max(longer, key=lambda k: longer[k])
-        share = fastest.parts[why] / fastest.seconds
-        where = f"pp={fastest.config.pp} dp={fastest.config.dp} tp={fastest.config.tp}"
-        if slower > 0.005:
-            yield f"{name}: {slower:.0%} slower ({where}): {why} {share:.0%} of its step"
-
-
 # --- output -------------------------------------------------------------------------------------
 
 
@@ -436,14 +378,12 @@ def search_data(result: LayoutSearch, most: int = 10) -> dict[str, Any]:
         "layouts": result.judged,
         "fitting": result.fitting,
         "refused": result.refused,
-        "too_large": result.too_large,
         "seconds": result.seconds,
         "hardware": result.hardware.title,
         "gpus": result.gpus,
         "ranked": [
             {"command": r.command_line, **as_data(r.estimate)} for r in result.ranked[:most]
         ],
-        "lost": result.lost,
     }
 
 
@@ -452,9 +392,6 @@ def search_text(result: LayoutSearch, most: int = 10, width: int = 80) -> str:
         f"{result.judged:,} layouts of {result.gpus:,} x {result.hardware.title}, of which "
         f"{result.fitting:,} fit into {units.size(result.hardware.usable)}; {result.seconds:.0f} s"
     ]
-    if result.too_large:
-        text = f"{result.too_large} of the fastest left out: counted, they take more than estimated"
-        lines += textwrap.wrap(text, width)
     if not result.ranked:
         least = units.size(result.least_memory)
         lines.append(f"none fits: the least is {least} on the fullest rank; take more devices")
@@ -480,6 +417,4 @@ def search_text(result: LayoutSearch, most: int = 10, width: int = 80) -> str:
     header = ["", "mesh", "schedule", "mb", "step", speed, "MFU", "bubble", "GiB", "slower"]
     lines += ["", table(header, rows, width), ""]
     lines += [f"{number}  {r.command_line}" for number, r in enumerate(result.ranked[:most], 1)]
-    if result.lost:
-        lines += ["", "why others lose", *(f"  {text}" for text in result.lost)]
     return "\n".join(lines)

@@ -13,11 +13,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
-from itertools import chain
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -516,28 +516,18 @@ class _Sums(NamedTuple):
 def _partial_sums(dp: int, replicate: int, ep: int, microbatches: int, zero: int) -> _Sums:
     from titanlike.distributed.exact_sums import keys_of, leaves_of
 
-    every = range(microbatches)
-    exchanges = [every] if zero == 1 else [range(index, index + 1) for index in every]
+    def most(ranks: int, exchanges: Sequence[range]) -> int:
+        """Sums of one exchange that as many neighbouring dp ranks have together."""
+        counts = []
+        for first, exchange in product(range(dp // ranks), exchanges):
+            each = (leaves_of(first, m, microbatches=microbatches, peers=ranks) for m in exchange)
+            counts.append(len(keys_of(dp * microbatches, chain.from_iterable(each))))
+        return max(counts)
 
-    def most(ranks_of_each: Iterable[range], exchanges: Sequence[range], peers: int = 1) -> int:
-        return max(
-            len(keys_of(dp * microbatches, chain.from_iterable(leaves)))
-            for ranks in ranks_of_each
-            for exchange in exchanges
-            for leaves in [
-                [
-                    leaves_of(r, m, microbatches=microbatches, peers=peers)
-                    for r in ranks
-                    for m in exchange
-                ]
-            ]
-        )
-
-    alone = [range(rank, rank + 1) for rank in range(dp)]
-    shards = dp // replicate
-    replicas = [range(first, first + shards) for first in range(0, dp, shards)]
-    dense, experts = most(alone, exchanges), most(alone[: dp // ep], exchanges, ep)
-    return _Sums(len(exchanges), dense, experts, most(replicas, [every]))
+    every = [range(microbatches)]
+    exchanges = every if zero == 1 else [range(m, m + 1) for m in range(microbatches)]
+    replica = most(dp // replicate, every)
+    return _Sums(len(exchanges), most(1, exchanges), most(ep, exchanges), replica)
 
 
 def _orthogonalization(
