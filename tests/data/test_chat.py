@@ -22,7 +22,7 @@ from titanlike.config.schema import ChatData, Config, Sample, TextData, Validati
 from titanlike.data import registry
 from titanlike.data.chat import BUILT_IN, BadConversation, ChatTemplate, find_template
 from titanlike.data.registry import DataError, open_data
-from titanlike.data.sources import IGNORE
+from titanlike.data.sources import IGNORE, REAL
 from titanlike.data.tokenizer import ByteTokenizer, byte_tokenizer, write_tokenizer
 from titanlike.generation.generate import generate, load_model
 from titanlike.launch.worker import Worker
@@ -96,8 +96,10 @@ def test_a_template_gets_the_day_of_the_runs_first_start(
 
 
 def ids_of_rank(config: Config, worker: Worker) -> torch.Tensor:
+    """Whose run_dir is on a disk of its own."""
     from titanlike.data import chat as module
 
+    config = replace(config, run_dir=f"{config.run_dir}/{worker.rank}")
     now = datetime(2026, 2, 4 + worker.rank)
     module.datetime = type("Clock", (datetime,), {"now": classmethod(lambda _: now)})  # type: ignore[misc]
     return open_data_on_every_rank(config, worker).train[0]["inputs"]
@@ -120,6 +122,7 @@ def test_only_answers_have_loss_and_conversations_are_packed_unsplit(tmp_path: P
     for sample in (data.train[i] for i in range(len(data.train))):
         documents = sample["document_ids"]
         assert (documents.diff() >= 0).all()
+        assert torch.equal(sample[REAL], documents < 160)
         for number in documents.unique().tolist():
             here = documents == number
             text = ByteTokenizer().decode(sample["inputs"][here].tolist())

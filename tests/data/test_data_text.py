@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from io import BytesIO
@@ -244,6 +245,41 @@ BAD_TEXT = {
     ),
     "no such column": ({"a.parquet": table_in(["x"])}, "data.text_key", "line 1 .* are body, n"),
 }
+
+
+def much(begin: str = "", end: str = "") -> bytes:
+    """65 MiB of text."""
+    return begin.encode() + b"a" * (65 << 20) + end.encode()
+
+
+def repeated(path: Path) -> None:
+    table = pyarrow.table({"text": ["a" * (1 << 20)] * 70})
+    parquet.write_table(table, path, compression="zstd", use_dictionary=False)
+
+
+def hollow(path: Path) -> None:
+    path.write_bytes(b"some text")
+    os.truncate(path, 1 << 40)
+
+
+LARGER: dict[str, tuple[Callable[[Path], object], str]] = {
+    "line.jsonl.gz": (lambda p: p.write_bytes(gzip.compress(much('{"text": "', '"}'), 1)), "line 1 is longer than 64 MiB"),
+    "line.jsonl.zst": (lambda p: p.write_bytes(zstandard.compress(much('{"text": "', '"}'))), "line 1 is longer than 64 MiB"),
+    "text.txt.gz": (lambda p: p.write_bytes(gzip.compress(much(), 1)), "unpacks to more than 64 MiB"),
+    "array.json.gz": (lambda p: p.write_bytes(gzip.compress(much('[{"text": "', '"}]'), 1)), "unpacks to more than 64 MiB"),
+    "group.parquet": (repeated, "a row group unpacks to more than 64 MiB"),
+    "hole.txt": (hollow, "has holes"),
+    "cut.orc": (lambda p: p.write_bytes(b"ORC" + bytes(100)), "is not a Orc file that can be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_a_file_that_unpacks_to_much_more_or_is_damaged_is_named(name: str, tmp_path: Path) -> None:
+    """And not read whole: of gigabytes in some kilobytes nobody has the memory."""
+    write, said = LARGER[name]
+    write(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name}.*{said}"):
+        list(documents([tmp_path / name], "text"))
 
 
 @pytest.mark.parametrize("case", BAD_TEXT)

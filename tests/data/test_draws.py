@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from support.cells import cells
 from support.models import tiny
 from support.runs import train_each
-from support.world import run_world
+from support.world import RankError, run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, Custom, Validation
 from titanlike.data.kinds import DataError
@@ -30,6 +30,8 @@ from titanlike.data.sources import Data, VariableLength
 from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
+from titanlike.proof.verification import compare_with_one_process
+from titanlike.training.loop import train
 from titanlike.training.same_data import refuse_other_data
 
 COUNT = 40  # samples of an epoch
@@ -162,7 +164,7 @@ KINDS = ["mapped", "lengths", "shuffled_at_opening", *STREAMS, "hugging_face"]
 def of(kind: str, workers: int = 0, **changes: Any) -> Config:
     data = Custom(f"{__name__}.{kind}", {"workers": workers})
     if kind in STREAMS or kind == "hugging_face":
-        data.args["readers"] = 4
+        data.args["readers"] = changes.pop("readers", 4)
     changes.setdefault("validation", Validation(every=0))
     return replace(tiny(layers=2, steps=4, batch_size=8), data=data, **changes)
 
@@ -254,8 +256,21 @@ def streamed_by_the_system(seq_len: int, reader: int, readers: int) -> Any:
     return Streamed(seq_len, draw, (reader, readers))
 
 
+class Sized(Streamed):
+    def __len__(self) -> int:
+        return COUNT
+
+
 def two_streams(seq_len: int) -> Any:
     return Data(Streamed(seq_len, _any), Streamed(seq_len, _any), 64, "")  # type: ignore[arg-type]
+
+
+def with_a_length(seq_len: int) -> Any:
+    return Data(Mapped(seq_len, _any), Sized(seq_len, _any), 64, "")  # type: ignore[arg-type]
+
+
+def data_of_parts(seq_len: int) -> Any:
+    return Data(parts(seq_len), Mapped(seq_len, _any), 64, "")
 
 
 def parts(seq_len: int) -> Any:
@@ -270,6 +285,8 @@ def parts(seq_len: int) -> Any:
         ("streamed_by_the_system", "of reader 0 differs each time it is read"),
         ("by_worker", "training sample 0 depends on get_worker_info()"),
         ("two_streams", "its validation part is a Streamed, which is not read by [i]"),
+        ("with_a_length", "its validation part is a Sized, which is not read by [i]"),
+        ("data_of_parts", "its training part is a dict, which is not read by [i]"),
         ("parts", "the function returned dict of train, test"),
     ],
 )
@@ -339,3 +356,9 @@ def test_ranks_that_read_other_data_are_refused_with_the_cause(
     expected = REFUSED.get(kind.removeprefix("streamed_"), "")
     assert expected in found[0] and bool(found[0]) == bool(expected)
     assert not expected or RANKS in found[0] and "\n" not in found[0]
+
+
+@pytest.mark.parametrize("begin", [train, compare_with_one_process])
+def test_a_start_and_a_proof_refuse_ranks_that_read_other_data(begin: Any, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=RANKS):
+        run_world(begin, of("by_process", dp=2), tmp_path)

@@ -93,6 +93,10 @@ def test_an_unreadable_dataset_is_refused_with_a_fix(
         with pytest.raises(DataError) as raised:
             open_data(config(path, cache, **more))
         assert raised.value.problem.key == key and words in str(raised.value)
+    for splits in ({"train": 1}, ["../saved"], [["train"]]):
+        (path / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+        with pytest.raises(DataError, match="dataset_dict.json has no list of splits; save it"):
+            open_data(config(path, cache))
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match="is not a Parquet file that can be read"):

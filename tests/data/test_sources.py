@@ -151,6 +151,7 @@ def test_the_learning_rate_ends_with_max_tokens() -> None:
     )
     assert learning_rate(config, 40) == pytest.approx(0.1 * config.optimizer.lr)
     assert learning_rate(config, 20) > 0.5 * config.optimizer.lr
+    assert epochs(config, 640) == "1 of 640 sequences by step 40", "as the first lines say"
 
 
 def test_an_id_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +18,28 @@ import pytest
 import torch
 
 from support.cells import cells, meshes
+from support.models import tiny
 from support.paths import ROOT
 from support.proven import assert_proven
 from support.records import numbers
 from support.runs import train_each
-from support.sources import SAMPLES, STREAMS, by_step, of_source, rows_of, stateful_loader
+from support.sources import SAMPLES, STREAMS, by_step, of_source, rows_of, sample, stateful_loader
 from support.tokenizers import write_tokenizer
 from support.world import run_world
 from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Checkpoint, Config, Numerics, RampStage, Validation
+from titanlike.config.schema import (
+    Checkpoint,
+    Config,
+    Custom,
+    Launch,
+    Numerics,
+    RampStage,
+    Validation,
+)
 from titanlike.data.loader import batches
 from titanlike.data.registry import DataError, open_data
 from titanlike.data.registry import problems as data_problems
+from titanlike.data.sources import Data
 from titanlike.metrics.sinks import read_jsonl
 
 
@@ -85,7 +97,10 @@ def test_loader_processes_do_not_wait_for_threads_of_a_tokenizer(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "nodes", "hugging_face"])
 def test_verify_passes_on_streams(kind: str, tmp_path: Path) -> None:
-    assert_proven(of_source(kind, tmp_path, pp=2, dp=2), tmp_path / "run")
+    """Also on one of which nothing is held out."""
+    validation = Validation(every=0 if kind == "jsonl" else 3, batches=1)
+    config = of_source(kind, tmp_path, pp=2, dp=2, validation=validation)
+    assert_proven(config, tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -148,6 +163,32 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     assert len(found) == 6
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def unhurried(seq_len: int, seconds: float) -> Data:
+    """Without a state; from the tenth on, each sample takes some seconds."""
+
+    def samples() -> Iterator[dict[str, torch.Tensor]]:
+        for n in range(100):
+            time.sleep(seconds if n >= 10 else 0)
+            yield sample(n, seq_len)
+
+    return Data(samples(), None, vocab_size=64, description="")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_resume_may_read_forward_for_longer_than_the_time_limit(tmp_path: Path) -> None:
+    """6 samples of 2.5 s each, with a limit of 12 s."""
+    keys = {"validation": Validation(every=0), "checkpoint": Checkpoint(every=8)}
+    config = replace(tiny(steps=8, batch_size=2), run_dir=str(tmp_path / "run"), **keys)
+    config = replace(config, launch=Launch(timeout=12, step_timeout=12))
+    (tmp_path / "run").mkdir()
+    first, then = (
+        replace(config, steps=n, data=Custom(f"{__name__}.unhurried", {"readers": 1, "seconds": s}))
+        for n, s in ((8, 0.0), (9, 2.5))
+    )
+    run_world(train_each, config, tmp_path / "world", [first, then])
+    assert [step for step, *_ in numbers(tmp_path / "run")] == [*range(1, 10)]
 
 
 def test_every_epoch_has_every_sample_once_in_a_new_order(tmp_path: Path) -> None:

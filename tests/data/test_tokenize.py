@@ -202,6 +202,10 @@ def test_inconsistent_options_are_reported(tmp_path: Path) -> None:
     (b / "index.json").write_text(json.dumps(index | {"tokenizer": "other", "files": []}))
     with pytest.raises(DataError, match="another tokenizer"):
         open_data(of(a, b))
+    (a / "index.json").write_text(json.dumps(index | {"files": index["files"] * 200_000}))
+    with pytest.raises(DataError, match="index.json names a file twice"):
+        open_data(of(a))
+    (a / "index.json").write_text(json.dumps(index))
     file = a / index["files"][0]["name"]
     file.write_bytes(file.read_bytes()[:-2])
     with pytest.raises(DataError, match="does not have the"):

@@ -233,6 +233,7 @@ MISTAKES = {
     "tuple": "is a tuple and not a dict",
     "no targets": "has no 'targets' (it has inputs, labels)",
     "number": "has a float as 'scale'",
+    "tasks": "has a dict as 'targets'; stack the targets of several tasks in one tensor, [..., tasks]",
     "longer": "has 32 tokens, more than seq_len=16; truncate it, or write seq_len=32",
     "dtype": "has 'targets' of torch.float32, and sample 0 of torch.int64",
     "more": "and sample 0 do not both have 'mask'",

@@ -167,6 +167,13 @@ def test_a_save_error_after_a_lost_peer_is_not_the_root_cause() -> None:
     )
 
 
+def test_what_an_exception_says_moves_no_cursor() -> None:
+    """Neither on a terminal nor in result.json."""
+    assert describe(0, RuntimeError("a\x1b[2J")).error == r"RuntimeError: a\x1b[2J"
+    failed = JobFailed("a\x1b[2J", "b\x1b[2J")
+    assert (str(failed), failed.error) == (r"a\x1b[2J", r"b\x1b[2J")
+
+
 def test_a_message_of_megabytes_is_shortened(tmp_path: Path) -> None:
     failure = describe(1, RuntimeError("begin " + "x" * 5_000_000 + " end"))
     text = failure.to_job_failed(tmp_path, 2).error

@@ -159,12 +159,14 @@ def test_steps_that_are_done_again_replace_those_undone_in_every_sink(tmp_path: 
     is what is shown, and W&B's own step always grows, so it drops nothing."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     launches = ["0 0 1 2 3 4 5 6 -3 4 5 6", "4 1000 5 6", "0 2000 1 2"]
-    steps, shown = [], dict[int, float]()
+    steps, shown, points = [], dict[int, float](), []
     for words in launches:
         program = [sys.executable, "-c", UNDONE, str(tmp_path), *words.split()]
         env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PATH": os.environ["PATH"]}
         subprocess.run(program, check=True, env=env, timeout=120)
         time.sleep(1)  # wandb names its folders by the second
+        events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        points.append([(point.step, point.value) for point in events.Scalars("train/loss")])
     for file in kept(tmp_path):
         steps += [item["_step"] for item in file.history]
         shown |= {item["step"]: item["train/loss"] for item in file.history}
@@ -173,9 +175,10 @@ def test_steps_that_are_done_again_replace_those_undone_in_every_sink(tmp_path: 
     assert shown == right and steps == sorted(set(steps)) and len(steps) == 13
     records = read_jsonl(tmp_path / "metrics.jsonl")
     assert {record["step"]: record["loss"] for record in records} == {1: 2001.0, 2: 2002.0}
-    points = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    found = {point.step: point.value for point in points.Scalars("train/loss")}
-    assert found == {1: 2001.0, 2: 2002.0}, "TensorBoard hides what is after the last start"
+    before = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0)]
+    assert points[0] == [*before, (5, 105.0), (6, 106.0)]
+    assert points[1] == [*before, (5, 1005.0), (6, 1006.0)]
+    assert points[2] == [(1, 2001.0), (2, 2002.0)]
 
 
 def test_a_copied_run_is_a_new_wandb_run_and_a_moved_one_is_the_same(tmp_path: Path) -> None:

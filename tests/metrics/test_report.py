@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,30 @@ def test_a_damaged_run_still_has_a_report(tmp_path: Path) -> None:
     assert run["curves"]["loss"][-1] == [40, 512 * 40, None], "a gap"
     assert run["curves"]["lr"][-1][0] == 39
     assert (run["result"], run["layout"], run["events"]) == ({}, {}, [])
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "a FIFO": os.mkfifo,
+    "a link out of it": lambda path: path.symlink_to("/dev/zero"),
+    "a line without an end": lambda path: (path.write_bytes(b"{"), os.truncate(path, 1 << 40)),
+    "depth": lambda path: path.write_text("[" * 100_000),
+    "another form": lambda path: path.write_text('{"step": {}, "steps": [[]], "ranks": 1}\n'),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_files_of_a_run_are_passed_over(odd: str, tmp_path: Path) -> None:
+    """Links, which lead to what is not the run's, are refused."""
+    for name in ("metrics.jsonl", "events.jsonl", "starts.jsonl", "samples.jsonl", "timeline.json"):
+        (written(run := tmp_path / name) / name).unlink(missing_ok=True)
+        ODD[odd](run / name)
+        assert main([str(run)]) == (2 if odd == "a link out of it" else 0)
+
+
+def test_a_tool_prints_no_control_character_of_a_name(tmp_path: Path) -> None:
+    run = written(tmp_path / "a\x1b[2Jrun")
+    done = command(str(run), tool="tools/report.py", cwd=tmp_path)
+    assert r"a\x1b[2Jrun" in done.stdout and "\x1b" not in done.stdout + done.stderr
 
 
 def test_a_long_run_keeps_its_spikes_and_validations_in_a_small_page(

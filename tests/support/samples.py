@@ -135,6 +135,8 @@ class Odd(Phrases):
                 return {"inputs": ids, "labels": ids}
             case "number":
                 return sample | {"inputs": ids, "scale": 1.5}
+            case "tasks":
+                return {"inputs": ids, "targets": {"a": ids, "b": ids}}
             case "more":
                 return sample | {"mask": ids}
             case "dtype":

@@ -26,11 +26,15 @@ DROPOUT = Custom("support.data.Dropping", {"dim": 32, "layers": 4, "vocab_size":
 
 
 def test_max_tokens_completes_the_run_at_the_first_step_that_has_them(tmp_path: Path) -> None:
-    config = tiny(layers=1, max_tokens=3 * 16 * 16 - 5, checkpoint=SAVING)
+    """As the first lines say, and the last how to train on."""
+    config = tiny(layers=1, steps=40, max_tokens=3 * 16 * 16 - 5, checkpoint=SAVING)
     (result,) = run_world(train, config, tmp_path)
     assert "exit_code" not in result
     assert [step for step, *_ in numbers(tmp_path)] == [1, 2, 3]
     assert (tmp_path / "checkpoints" / "step-00000003" / "COMMITTED").exists()
+    printed = (tmp_path / "rank0.out").read_text()
+    assert re.search(r"steps +1 to 3$", printed, re.MULTILINE), printed
+    assert re.search(r"^continue with: .* max_tokens=1536$", printed, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
