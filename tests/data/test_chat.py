@@ -138,14 +138,21 @@ def test_only_answers_have_loss_and_conversations_are_packed_unsplit(tmp_path: P
 
 
 def test_an_exported_run_has_the_template_and_talks_with_it(tmp_path: Path) -> None:
-    config = trained(tmp_path / "run", LLAMA, data=chat(tmp_path).data, seq_len=160)
+    """The run with the day of its first start."""
+    (tmp_path / "dated.jinja").write_text(DATED)
+    data = chat(tmp_path, template=str(tmp_path / "dated.jinja")).data
+    config = trained(tmp_path / "run", LLAMA, data=data, seq_len=160)
+    (Path(config.run_dir) / "first_day").write_text("2026-02-01")
     export(config.run_dir, str(tmp_path / "out"))
     messages = conversation(3)["messages"][:-1]
-    texts = []
+    texts, days = [], []
     for where in (config.run_dir, str(tmp_path / "out")):
         one = load_model(where, torch.device("cpu"), torch.float32)
         assert one.chat is not None
-        texts.append((one.chat.render(messages, ask=True), one.chat.prompt(messages)))
+        text = one.chat.render(messages, ask=True)
+        days.append(text[:11])
+        texts.append((text[11:], one.chat.prompt(messages)[11:]))
+    assert days[0] == "01 Feb 2026" != days[1]
     assert texts[0] == texts[1] and texts[0][0].endswith("<|assistant|>\n")
 
 

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.commands import TINY
+from support.forked import run
 from support.paths import ROOT
 from support.waiting import until
 from titanlike.config import validate
@@ -373,3 +374,20 @@ def _alive(pid: int) -> bool:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+ENDED = """
+from pathlib import Path
+from support.sources import batches, of_source, open_data
+from titanlike.launch.signals import exit_now
+config = of_source("map_style", Path.cwd(), workers=2)
+next(batches(open_data(config).train, config, dp_rank=0))
+exit_now(3)
+"""
+
+
+def test_loader_processes_that_are_ended_leave_no_temporary_folder(tmp_path: Path) -> None:
+    env = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT / "tests")}
+    done = run(["-c", ENDED], tmp_path, env)
+    assert done.returncode == 3, done.stderr
+    assert not [*tmp_path.glob("pymp-*")]

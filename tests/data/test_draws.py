@@ -313,7 +313,7 @@ def streamed_by_group(seq_len: int, reader: int, readers: int) -> Any:
 def by_process(seq_len: int) -> Any:
     """As names in a set are in another order in each process."""
     order = sorted(range(COUNT), key=lambda n: hash((os.getpid(), n)))
-    return Mapped(seq_len, order.__getitem__)
+    return Data(Mapped(seq_len, order.__getitem__), Mapped(seq_len, int), 64, "")
 
 
 RANKS = "rank 1 reads other data than rank 0"

@@ -77,6 +77,13 @@ def test_what_is_held_out_is_never_trained_on(kind: str, tmp_path: Path) -> None
     assert len(trained) > 150 and not held & trained
 
 
+def test_samples_that_cannot_be_told_again_are_not_held_out(tmp_path: Path) -> None:
+    """A later epoch has them with other draws, and in another place."""
+    with pytest.raises(DataError, match="data.name=.*noisy: .* or write validation.every=0"):
+        open_data(of_source("noisy", tmp_path))
+    assert open_data(of_source("noisy", tmp_path, validation=Validation(every=0)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "reshuffled", "once", "token_files", *MAPPED[:-1]])
 def test_every_layout_and_resume_reads_the_same_samples(kind: str, tmp_path: Path) -> None:
@@ -124,7 +131,9 @@ def test_an_epoch_has_every_document_once(kind: str, tmp_path: Path) -> None:
         assert len(seen) > 250, "until the first reader has no more"
 
 
-@pytest.mark.parametrize("kind, units", [("short_samples", ""), ("lengths_differ", "samples")])
+@pytest.mark.parametrize(
+    "kind, units", [("short_samples", ""), ("short_stream", ""), ("lengths_differ", "samples")]
+)
 def test_a_run_counts_the_tokens_that_samples_have(kind: str, units: str, tmp_path: Path) -> None:
     """Or refuses to count: a sample of 8 tokens is not one of seq_len=16."""
     config = of_source(kind, tmp_path)

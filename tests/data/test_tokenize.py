@@ -202,8 +202,11 @@ def test_inconsistent_options_are_reported(tmp_path: Path) -> None:
     (b / "index.json").write_text(json.dumps(index | {"tokenizer": "other", "files": []}))
     with pytest.raises(DataError, match="another tokenizer"):
         open_data(of(a, b))
-    (a / "index.json").write_text(json.dumps(index | {"files": index["files"] * 200_000}))
+    (a / "index.json").write_text(json.dumps(index | {"files": index["files"] * 2}))
     with pytest.raises(DataError, match="index.json names a file twice"):
+        open_data(of(a))
+    (a / "index.json").write_text(json.dumps(index | {"files": [{"name": "x" * 300, "tokens": 1}]}))
+    with pytest.raises(DataError, match="names x+, which is not in it"):
         open_data(of(a))
     (a / "index.json").write_text(json.dumps(index))
     file = a / index["files"][0]["name"]

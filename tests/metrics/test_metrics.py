@@ -30,7 +30,7 @@ from titanlike.metrics.sinks import JsonlSink, read_jsonl
 from titanlike.metrics.tensorboard_sink import TensorBoardSink, tensorboard_problem
 
 COMMAND = f"W&B offline: wandb sync /home/{'somebody/' * 20}run /home/somebody/run"
-PLACE = "/tmp/a-first-one/experiments/of-somebody/run-2026"
+PLACE = "/tmp/my-first-one/experiments/of-somebody/run-2026"
 END = f"training complete: val loss 1.8932, checkpoint at step 300, output in {PLACE}"
 RUN = f"""
 from titanlike.metrics.console import Console

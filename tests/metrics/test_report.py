@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from support.commands import TINY, command
 from titanlike.config import files
 from titanlike.driver.tools import report as main
 from titanlike.metrics import report
+from titanlike.metrics.chart import Chart, Span
 from titanlike.metrics.report import page, read_history, write_reports
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.planning.run_charts import run_charts
@@ -169,7 +170,15 @@ def test_several_runs_are_overlaid(
 
 
 def test_a_browser_draws_curves_and_events_without_an_error(tmp_path: Path) -> None:
-    runs = [read_history(written(tmp_path / n), charts_of=run_charts) for n in ("one", "two")]
+    row = [[Span("F", 0, 0, 0.0, 1.0), Span("B", 0, 0, 1.0, 2.0)]]
+
+    def charts(*given: Any) -> Iterator[Chart]:
+        yield from run_charts(*given)
+        yield from (
+            Chart(title, row, [0], end) for title, end in (("measured", 2.0), ("planned", 4.0))
+        )
+
+    runs = [read_history(written(tmp_path / n), charts_of=charts) for n in ("one", "two")]
     (tmp_path / "p.html").write_text(page(runs))
     document, console = opened(tmp_path / "p.html", tmp_path / "profile")
     assert console == []
@@ -189,7 +198,12 @@ def test_a_browser_draws_curves_and_events_without_an_error(tmp_path: Path) -> N
     assert "rollback at step 15" in body and "optimizer.lr 0.001 -&gt; 0.0005" in body
     assert 'class="curve validation"' in body
     assert 'class="curve validation"' in body
-    assert body.count('class="span"') == 2 * 8, "two ranks of F and B of two microbatches"
+    assert body.count('class="span"') == 2 * (8 + 2 * 2), "of two ranks and microbatches; timed"
+    steps = re.findall(r'<svg class="steps".*?</svg>', body, re.DOTALL)
+    axes = [re.findall(r'class="tick"[^>]*>([^<]+)<', each) for each in steps]
+    assert axes[1] == axes[2] == [f"{n} s" for n in range(5)] and axes[0] == [], axes
+    wide = [re.findall(r'<rect class="span"[^>]* width="([\d.]+)"', each) for each in steps[1:3]]
+    assert wide[0] == wide[1], "one scale"
     assert "0123456789ab with uncommitted changes" in body and "2023-11-14 22:13:20 UTC" in body
     assert body.count('class="stage"') == 4 and "&lt;/script&gt;" in body
 

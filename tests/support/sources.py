@@ -101,6 +101,14 @@ class Reshuffled(Stateful):
         self._next = 0
 
 
+class Noisy(Reshuffled):
+    """Whose samples draw as they are read."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        for each in super().__iter__():
+            yield each | {"inputs": torch.where(torch.rand(1) < 0.5, 0, each["inputs"])}
+
+
 class Once(Stateful):
     """An iterator, which has one end, and goes on from where a state has put it."""
 
@@ -160,6 +168,10 @@ def reshuffled(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) 
     return _data(Reshuffled(seq_len, samples, reader, readers))
 
 
+def noisy(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) -> Data:
+    return _data(Noisy(seq_len, samples, reader, readers))
+
+
 def once(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) -> Data:
     return _data(Once(seq_len, samples, reader, readers))
 
@@ -189,6 +201,10 @@ def rare(seq_len: int, samples: int = SAMPLES) -> Any:
 
 def short_samples(seq_len: int) -> Data:
     return Data(*(Numbered(seq_len // 2, 40, 0, 1) for _ in range(2)), 64, "half of seq_len")
+
+
+def short_stream(seq_len: int, reader: int, readers: int) -> Data:
+    return _data(Stateful(seq_len // 2, 400, reader, readers))
 
 
 def lengths_differ(seq_len: int, samples: int = SAMPLES) -> Data:

@@ -139,13 +139,14 @@ def quoted(text: str) -> str:
 def similar(word: str, known: Iterable[str]) -> list[str]:
     """Return the known words that a word may stand for: those that are, begin with or contain it,
     shortest first, else the one most alike, if the numbers in both are the same (llama_7b is no
-    llama3_70b)."""
+    llama3_70b, gpt2_xl no gpt2)."""
 
     def plain(text: str) -> str:
         return re.sub(r"[-_ ]", "", text.lower())
 
     def numbers(text: str) -> set[str]:
-        sizes = re.findall(r"(?:^|[-_ ])(\d+[bm])(?=[-_ ]|$)", text.lower())  # 7b, not 8x7b
+        # 7b, not 8x7b
+        sizes = re.findall(r"(?:^|[-_ ])(\d+[bm]|medium|large|xl)(?=[-_ ]|$)", text.lower())
         return {*re.findall(r"\d+", text), *sizes}
 
     def similarity(other: str) -> tuple[float, bool]:
