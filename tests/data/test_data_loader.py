@@ -381,13 +381,15 @@ from pathlib import Path
 from support.sources import batches, of_source, open_data
 from titanlike.launch.signals import exit_now
 config = of_source("map_style", Path.cwd(), workers=2)
-next(batches(open_data(config).train, config, dp_rank=0))
+stream = batches(open_data(config).train, config, dp_rank=0)
+next(stream)
 exit_now(3)
 """
 
 
 def test_loader_processes_that_are_ended_leave_no_temporary_folder(tmp_path: Path) -> None:
-    env = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT / "tests")}
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    env = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": path}
     done = run(["-c", ENDED], tmp_path, env)
     assert done.returncode == 3, done.stderr
     assert not [*tmp_path.glob("pymp-*")]

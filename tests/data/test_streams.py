@@ -86,7 +86,8 @@ print(len(next(batches(open_data(config).train, config, dp_rank=0))["inputs"]))
 def test_loader_processes_do_not_wait_for_threads_of_a_tokenizer(tmp_path: Path) -> None:
     """Which it has started in the process that they are forks of."""
     tokenizer = write_tokenizer("byte-level", tmp_path / "tokenizer")
-    more = {"TOKENIZERS_PARALLELISM": "true", "PYTHONPATH": str(ROOT / "tests")}
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    more = {"TOKENIZERS_PARALLELISM": "true", "PYTHONPATH": path}
     words = [sys.executable, "-c", WITH_THREADS, tokenizer]
     done = subprocess.run(
         words, cwd=tmp_path, env=os.environ | more, capture_output=True, timeout=120

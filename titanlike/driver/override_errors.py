@@ -82,7 +82,7 @@ class Advice:
             return Problem(group, choice, reason, " or ".join(f"{group}={n}" for n in found[:3]))
         if not fix.startswith(group):
             fix, note = self.default(group) or "leave it out", note if not fix else ""
-        if group == "model" and not known and re.search(r"\d", word):
+        if group == "model" and "/" not in word and re.search(r"\d", word):
             fix, note = "give its sizes: model=llama_tiny model.hidden_size=4096 and others", ""
         return Problem(group, choice, f"{reason} ({note})" if note else reason, fix)
 
