@@ -211,7 +211,7 @@ def test_the_first_ids_of_token_files_are_read_before_a_launch(kind: str, tmp_pa
 @pytest.mark.parametrize("key", ["path", "tokenizer"])
 def test_a_name_that_no_file_can_have_is_one_problem(key: str, tmp_path: Path) -> None:
     config = of_source("data=text", tmp_path, data={key: "/" + "x" * 5000})
-    assert "File name too long; name" in str(problems(config)[0])
+    assert "File name too long" in str(problems(config)[0])
 
 
 @pytest.mark.parametrize("kind", ["data=text", "jsonl", "data=mixture"])

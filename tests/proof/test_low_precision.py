@@ -107,7 +107,13 @@ REPORTED = tiny(
 )
 
 
-@pytest.mark.parametrize("some", cells({}, {"a float8 layout of a real run": [REPORTED]}, ALL))
+ALARMED = [
+    c for c in ALL["float8, mixture"] if (c.tp, c.pp, c.dp, c.seed) == (2, 1, 1, 0)
+]  # without the comparison with one process's rounding
+SOME = {"a float8 layout of a real run": [REPORTED], "a float8 mixture": ALARMED}
+
+
+@pytest.mark.parametrize("some", cells({}, SOME, ALL))
 def test_right_layouts_in_low_precision_pass(some: list[Config], tmp_path: Path) -> None:
     whole = replace(some[-1], pp=2, dp=2, tp=1, cp=1) if len(some) > 1 else some[0]
     found = run_world(failing, whole, tmp_path, some, timeout=3000)

@@ -145,7 +145,6 @@ def similar(word: str, known: Iterable[str]) -> list[str]:
         return re.sub(r"[-_ ]", "", text.lower())
 
     def numbers(text: str) -> set[str]:
-        # 7b, not 8x7b
         sizes = re.findall(r"(?:^|[-_ ])(\d+[bm]|medium|large|xl)(?=[-_ ]|$)", text.lower())
         return {*re.findall(r"\d+", text), *sizes}
 

@@ -50,10 +50,9 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     opener.count_sample = train.count_sample
     if opened.validation is not None:
         train.held_batches = 0
-    opener.try_first_samples(train.readers)
-    if train.held_batches and opener.draws_in_another_order:
-        reason = "its samples draw random numbers, and set_epoch gives them another order in each "
-        reason += "epoch: what is held out for validation could not be told from the others"
+    if opener.try_first_samples(train.readers) and train.held_batches:
+        reason = "its samples draw, and have another order in each epoch (set_epoch): what is held "
+        reason += "out for validation could not be told from the others"
         fix = "return a Data with a validation part, or write validation.every=0"
         raise DataError("data.name", data.name, reason, fix)
     if checks.first is None:
@@ -84,7 +83,6 @@ class _Opener:
     repeat: bool
     by_place = True
     restores: bool = True  # whether the stream's state brings it back
-    draws_in_another_order: bool = False  # whether later epochs have neither its samples nor order
     count_sample: Callable[[], object] = lambda: None  # called as a reader reads forward
 
     def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
@@ -97,10 +95,10 @@ class _Opener:
         stream = opened.train if isinstance(opened, Data) else opened
         return stream[0] if isinstance(stream, tuple) else stream
 
-    def try_first_samples(self, readers: int) -> None:
-        """Read the first samples of reader 0 twice, and again from a state. Sets what is
-        known by that, and the sample that others are compared with. Raises DataError if samples
-        differ, or the state cannot be saved."""
+    def try_first_samples(self, readers: int) -> bool:
+        """Read the first samples of reader 0 twice, and again from a state; return whether later
+        epochs have other ones, in another order. Sets `restores`, and the sample that others are
+        compared with. Raises DataError if samples differ, or the state cannot be saved."""
 
         def read(node: OwnRows, begin: int, end: int) -> list[int]:
             hashes = []
@@ -130,13 +128,14 @@ class _Opener:
         for number, (first, again) in enumerate(pairs):
             if first != again:
                 raise self.checks.differs(f"{number} of reader 0")
-        other = OwnRows(replace(self, config=replace(self.config, seed=-1)), 0, readers)
-        self.draws_in_another_order = not node.in_order and read(other, 0, _TRIED[-1]) != hashes
+        other = replace(self, config=replace(self.config, seed=self.config.seed + 1))
+        draws = not node.in_order and read(OwnRows(other, 0, readers), 0, _TRIED[-1]) != hashes
         self.restores = not _has_shuffle_buffer(node.stream)
         for place, state in states.items() if self.restores and node.has_state else ():
             node = OwnRows(self, 0, readers)
             node.reset(state)
             self.restores &= read(node, place, _TRIED[-1]) == hashes[place:]
+        return draws
 
 
 class OwnRows(BaseNode[Any]):

@@ -42,8 +42,7 @@ def problems(config: Config) -> list[Problem]:
         except DataError as error:
             errors.append(error.problem)
         except OSError as error:  # a name that no file can have, or a folder that may not be read
-            reason = f"{str(error.filename)[:80]!r}: {error.strerror}"
-            errors.append(Problem("data", trained.data.name, reason, "name what can be read"))
+            errors.append(Problem("data", trained.data.name, str(error)[:200], "another name"))
     errors += _shared_memory_problem(config)
     if config.validation.data:
         from titanlike.data.validation_sets import problems_of_sets

@@ -213,7 +213,12 @@ def source_fingerprint(source: Source, before: Callable[[], object] | None = Non
     samples are read even if the source has a fingerprint of its own, which reads megabytes."""
     if hasattr(source, "fingerprint") and before is None:
         return source.fingerprint()
-    text = f"{len(source):,} samples, {samples_hash(source, before or (lambda: None))}"
+    hashes = []
+    for i in spread(len(source), _SAMPLES):
+        if before is not None:
+            before()
+        hashes.append(sample_hash(source, i))
+    text = f"{len(source):,} samples, {xxhash.xxh3_64_hexdigest(' '.join(hashes).encode())}"
     if (lengths := getattr(source, "lengths", None)) is not None:
         lengths = np.asarray(lengths)
         text += f", lengths {numbers_hash(len(lengths), lambda a, n: lengths[a : a + n])}"
@@ -233,15 +238,6 @@ def numbers_hash(count: int, read: Callable[[int, int], np.ndarray]) -> str:
         block = read(start, min(size, count - start))
         hasher.update(np.ascontiguousarray(block, dtype="<i8").data)
     return hasher.hexdigest()
-
-
-def samples_hash(source: Source, before: Callable[[], object] = lambda: None) -> str:
-    """Hash some samples, evenly spread. before: called before each."""
-    hashes = []
-    for i in spread(len(source), _SAMPLES):
-        before()
-        hashes.append(sample_hash(source, i))
-    return xxhash.xxh3_64_hexdigest(" ".join(hashes).encode())
 
 
 def sample_hash(source: Source, i: int) -> str:
