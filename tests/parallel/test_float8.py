@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.torch_version import TorchVersion
 
 from support.cells import cells, slow
 from support.commands import TINY, command
@@ -38,12 +39,15 @@ from titanlike.config.schema import (
     Validation,
     Verify,
 )
+from titanlike.device import accelerator, nvml
+from titanlike.device.accelerator import multiplies_float8
 from titanlike.distributed.collectives import GroupInfo
 from titanlike.distributed.mesh import open_mesh
-from titanlike.distributed.placement import DIVIDED, in_bf16
+from titanlike.distributed.placement import DIVIDED, experts_of, in_bf16
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, resolve_model
+from titanlike.parallel import float8
 from titanlike.parallel.float8 import use_float8
 from titanlike.planning.estimate import make_estimate
 from titanlike.proof.reference import in_one_process
@@ -428,6 +432,60 @@ def test_a_missing_torchao_is_named_with_the_command(monkeypatch: pytest.MonkeyP
         "precision=float8: torchao is not installed; pip install 'titanlike[float8]', or "
         "precision=bf16"
     )
+
+
+GPUS = {(8, 9): (True, False), (9, 0): (True, True)}
+GPUS |= dict.fromkeys([(10, 0), (10, 3), (12, 0), (12, 1)], (True, False))
+
+
+@pytest.mark.parametrize(("capability", "kernels"), GPUS.items(), ids=str)
+def test_only_what_a_gpu_has_no_kernels_for_is_emulated(
+    capability: tuple[int, int], kernels: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linear layers and experts, and the opening table names each."""
+    gpu = nvml.Gpu("a GPU", 80 << 30, 80 << 30, capability)
+    monkeypatch.setattr(nvml, "visible_gpus", lambda: [gpu])
+    device = torch.device("cuda")
+    found = multiplies_float8(device), multiplies_float8(device, grouped=True)
+    assert found == kernels
+    config = tiny(model=moe(), precision=FLOAT8)
+    monkeypatch.setattr(float8, "first_device", lambda _: device)
+    made = float8.Float8(config, build_model(resolve_model(config)))
+    [(_, said)] = made.describe(None)
+    experts = "; experts emulated, which is slower: this device has no grouped float8 matrix"
+    assert (experts in said, "emulated" in said) == (not kernels[1],) * 2
+    products = [module.product for module in experts_of(made_model(config)).values()]
+    assert [product.kernels for product in products] == [kernels[1]] * 2
+
+
+def made_model(config: Config) -> nn.Module:
+    model = build_model(resolve_model(config))
+    use_float8(model, config, torch.device("cuda"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("trial", "kernels"),
+    {
+        "pass": True,
+        "raise RuntimeError": False,
+        "import os; os.abort()": False,  # as a trap does
+        "import time; time.sleep(600)": False,
+        "import titanlike.torch_private.operators as o; o.try_scaled_grouped_mm('meta')": True,
+        "import titanlike.torch_private.operators as o; o.try_scaled_grouped_mm('cpu')": False,
+    }.items(),
+    ids=str,
+)
+def test_a_later_torch_is_tried_in_another_process(
+    trial: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it has a grouped product for a GPU: here one that it raises for, or crashes or hangs."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.16.0"))
+    monkeypatch.setattr(accelerator, "_TRIAL", trial)
+    monkeypatch.setattr(accelerator, "_TRIAL_SECONDS", 3 if "sleep" in trial else 300)
+    known = accelerator._multiplies_groups.__wrapped__
+    assert known((10, 0), 0) == kernels
+    assert (known((9, 0), 0), known((8, 9), 0)) == (True, False)  # without a trial
 
 
 @pytest.mark.slow

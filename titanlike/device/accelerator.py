@@ -9,8 +9,11 @@ by a device's name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -167,19 +170,51 @@ def set_rng_state(kind: str, state: Tensor) -> None:
 
 def multiplies_float8(device: torch.device, grouped: bool = False, in_blocks: bool = False) -> bool:
     """Whether the device has float8 matmuls: NVIDIA Ada and Hopper, AMD MI300, and later; grouped
-    ones on Hopper, MI300, and later; with scales of blocks (MXFP8) on NVIDIA's B200, B300, GB200.
+    ones on Hopper, MI300, and where a later torch has them; with scales of blocks (MXFP8) on
+    NVIDIA's B200, B300, GB200.
 
     Before CUDA is initialized this asks NVML; without NVML it returns True, and the ranks check
     later.
     """
     if device.type != "cuda" or (in_blocks and torch.version.hip):
         return False
-    nvidia = (10, 0) if in_blocks else (9, 0) if grouped else (8, 9)
-    if started() is None:
+    if started() is not None:
+        capabilities = [torch.cuda.get_device_capability(device)]
+    else:
         from titanlike.device.nvml import visible_gpus
 
-        return all(gpu.capability >= nvidia for gpu in visible_gpus())
-    return torch.cuda.get_device_capability(device) >= ((9, 4) if torch.version.hip else nvidia)
+        capabilities = [gpu.capability for gpu in visible_gpus()]
+    if torch.version.hip:
+        return all(capability >= (9, 4) for capability in capabilities)
+    if grouped:
+        return all(_multiplies_groups(each, device.index or 0) for each in capabilities)
+    least = (10, 0) if in_blocks else (8, 9)
+    return all(capability >= least for capability in capabilities)
+
+
+_UNKNOWN = (2, 14)  # from this torch on it is not known which GPUs have a grouped float8 kernel
+_TRIAL = "from titanlike.torch_private.operators import try_scaled_grouped_mm as f; f({device!r})"
+_TRIAL_SECONDS = 120
+
+
+@functools.cache
+def _multiplies_groups(capability: tuple[int, int], index: int) -> bool:
+    """Whether torch has a grouped float8 matmul with a scale per row for an NVIDIA GPU.
+
+    Hopper's kernel traps on 10.x, and the CUDA context is lost (pytorch issue 187095). What a later
+    torch does there is tried in another process.
+    """
+    if capability[0] <= 9:
+        return capability[0] == 9
+    if torch.__version__ < _UNKNOWN:
+        return False
+    command = [sys.executable, "-c", _TRIAL.format(device=f"cuda:{index}")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, timeout=_TRIAL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
 
 
 def visible_variable() -> str:

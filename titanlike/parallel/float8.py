@@ -45,7 +45,9 @@ class Float8Layers:
     of: int  # linear layers of the model
     experts: int  # modules of routed experts in float8
     of_experts: int
-    emulated: bool  # rounded to float8, and multiplied in fp32
+    # linear layers, and experts: rounded to float8, and multiplied in fp32
+    emulated: bool
+    emulated_experts: bool
 
 
 def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8Layers | None:
@@ -75,6 +77,7 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
     experts = experts_of(model)
     for name in chosen - experts.keys():
         convert(model.get_submodule(name), recipe)
+    kernels = False
     if in_float8_too := chosen & experts.keys():
         from titanlike.parallel.float8_experts import Product
 
@@ -84,7 +87,7 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
             vars(experts[name])[PRODUCT] = multiply
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
     counts = len(chosen) - len(in_float8_too), linear, len(in_float8_too), len(experts)
-    return Float8Layers(*counts, emulated)
+    return Float8Layers(*counts, emulated, bool(in_float8_too) and not kernels)
 
 
 class Float8(Transform):
@@ -101,10 +104,14 @@ class Float8(Transform):
             text += f" and {layers.experts} of {layers.of_experts} modules of experts"
         text += f" in {precision.name} ({precision.recipe})"
         what = precision.name.replace("mxfp8", "MXFP8")
-        emulated = f"; emulated, which is slower: this device has no {what} matrix products"
-        if what == "MXFP8" and multiplies_float8(self._device):
-            emulated += ", but those of precision=float8"
-        yield "precision", text + emulated * layers.emulated
+        emulated = "; {}emulated, which is slower: this device has no {} matrix products"
+        if layers.emulated:
+            text += emulated.format("both " * layers.emulated_experts, what)
+            if what == "MXFP8" and multiplies_float8(self._device):
+                text += ", but those of precision=float8"
+        elif layers.emulated_experts:
+            text += emulated.format("experts ", "grouped float8")
+        yield "precision", text
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
         use_float8(model, self._config, self._device)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["BatchNorm", "InstanceNorm", "OpOverload", "TorchDispatchMode"]
 __all__ += ["arguments_of", "decomposed", "operator_names", "scaled_grouped_mm"]
+__all__ += ["try_scaled_grouped_mm"]
 
 _REGISTERED_LATE = ("torch.nn.attention.varlen",)  # these register operators when imported
 
@@ -55,3 +56,15 @@ def scaled_grouped_mm(
     of_a, of_b = scales[0].reciprocal(), scales[1].reciprocal()
     multiply: Any = torch._scaled_grouped_mm
     return multiply(a, b, of_a, of_b, ends, out_dtype=dtype, use_fast_accum=True)
+
+
+def try_scaled_grouped_mm(device: str) -> None:
+    """Multiply two groups both ways. Raises, or ends the process, where there is no kernel."""
+    ones = torch.ones(32, 32, device=device).to(torch.float8_e4m3fn)
+    matrices = torch.stack([ones, ones])
+    ends = torch.tensor([16, 32], dtype=torch.int32, device=device)
+    for b, of_a, of_b in ((matrices.mT, 32, (2, 32)), (ones.t(), 64, 64)):
+        scales = torch.ones(of_a, device=device), torch.ones(of_b, device=device)
+        result = scaled_grouped_mm(ones, b, scales, ends, torch.bfloat16)
+        summed = 32 if b.dim() == 3 else 16
+        assert result.is_meta or bool((result == summed).all()), "wrong results"
