@@ -3,8 +3,10 @@ order."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,18 +14,22 @@ from torch import Tensor, nn
 
 from support.cells import slow
 from support.models import tiny
+from support.opened import opened
 from support.proven import assert_proven
 from support.records import numbers
 from support.runs import train_each
 from support.world import run_world
 from titanlike.config.schema import (
+    Config,
     LoopedSchedule,
     LoopedZeroBubbleSchedule,
     Precision,
     Schedule,
     ZeroBubbleSchedule,
 )
+from titanlike.launch.worker import Worker
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
+from titanlike.torch_private.fake_ranks import LiveStorages
 
 CPU = torch.device("cpu")
 
@@ -171,3 +177,37 @@ def test_the_output_of_a_deferred_layer_is_not_a_view(bias: bool) -> None:
     DeferredWeightGradients(stage, CPU)
     result = stage(torch.randn(2, 3, 4, requires_grad=True))
     assert result.shape == (2, 3, 6) and not result._is_view()
+
+
+def beside_sums(config: Config, worker: Worker) -> tuple[list[int], int, int]:
+    """Bytes that each W but a stage's first has at most; elements of the stage's weights, and of
+    its largest."""
+    peaks: list[int] = []
+    calls: Counter[DeferredWeightGradients] = Counter()
+    right, live = DeferredWeightGradients.take, LiveStorages()
+
+    def take(self: DeferredWeightGradients) -> Any:
+        add = right(self)
+
+        def measured() -> None:
+            calls[self] += 1
+            before = live.peak = live.now
+            add()
+            peaks.extend([live.peak - before] * (calls[self] > 1))  # the first makes the sums
+
+        return measured
+
+    with opened(config, worker) as job, mock.patch.object(DeferredWeightGradients, "take", take):
+        sizes = [p.numel() for _, p in job.parameters() if p.dim() == 2]
+        with live:
+            job.train()
+    return peaks, sum(sizes), max(sizes)
+
+
+def test_weight_gradients_are_added_to_their_sum_one_by_one(tmp_path: Path) -> None:
+    """No W has gradients of all its weights beside their sums in fp32."""
+    schedule = ZeroBubbleSchedule("zbh1", 4)
+    config = tiny(pp=2, dp=2, layers=8, schedule=schedule, precision=Precision("bf16"))
+    for peaks, whole, largest in run_world(beside_sums, config, tmp_path):
+        assert len(peaks) == 3 and whole > 8 * largest
+        assert 2 * largest <= max(peaks) <= 4 * largest  # bf16, of a product or two

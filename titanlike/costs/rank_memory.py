@@ -322,6 +322,8 @@ class RankMemory:
         # buffer of a unit that is gathered while the previous one is copied out
         buffers = sorted(unit.gathered(self._computing) for unit in units)
         message = sum(buffers[-2:]) if gathered else 0
+        if self._keeps_experts:
+            gathered += self._computing * experts
         if self._config.precision.name == "float8" and state.shards == self._config.ep_shards > 1:
             gathered += 2 * experts  # casts for two products, beside what FSDP has
         sharded = self._in_shards(numel, experts)
@@ -403,7 +405,13 @@ class RankMemory:
     def _gathered(self, unit: UnitMemory) -> int:
         """Bytes of a unit's parameters that are all-gathered when it runs."""
         gathers = self._state.fsdp and self.layout.zero == 3
-        return unit.gathered(self._computing) if gathers else 0
+        kept = self._computing * unit.experts if self._keeps_experts else 0
+        return unit.gathered(self._computing) - kept if gathers else 0
+
+    @property
+    def _keeps_experts(self) -> bool:
+        """Whether ranks have all shards of their experts, and keep them cast during a step."""
+        return self.layout.zero == 3 and self._state.shards == self._config.ep_shards > 1
 
     def _forward(self, units: Sequence[UnitMemory], held: Sequence[int], activations: int) -> int:
         """Bytes that a forward adds at most; held: bytes saved by each unit for the backward."""

@@ -68,15 +68,18 @@ def shard_stage(
     # reduce_dtype is always given: left out, it means bf16 in torch 2.13 and fp32 in 2.15.
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh.axes[axes], "mp_policy": precision}
-    options["reshard_after_forward"] = zero == 3
+    # a rank that has all shards would only cast them again
+    options["reshard_after_forward"] = zero == 3 and config.shards > 1
     if config.fsdp.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device))
     for module in (stage, *(stage.get_submodule(name) for group in groups for name in group)):
         module.register_forward_hook(_not_a_view)  # before FSDP's own
     units: list[list[Any]] = [[] for _ in groups]  # FSDP units nested in each group: experts
     if mesh.expert_axes is not None:  # before the blocks that they are in
+        of_experts = options | {"mesh": mesh.expert_axes}
+        of_experts["reshard_after_forward"] = zero == 3 and config.shards > config.ep_shards
         for path, experts in experts_of(stage).items():
-            part = fully_shard(experts, **(options | {"mesh": mesh.expert_axes}))
+            part = fully_shard(experts, **of_experts)
             for group, unit in zip(groups, units, strict=True):
                 for block in (name for name in group if path.startswith(f"{name}.")):
                     unit.append(part)

@@ -60,7 +60,7 @@ def accumulates(node: Any, index: int) -> bool:
         return False
 
 
-_TOTAL = "gradients_go_to"  # attribute of a parameter
+_TOTAL, _ADDED = "gradients_go_to", "gradient_added"  # attributes of a parameter
 
 
 def accumulate_into(total: Tensor, copy: Tensor) -> None:
@@ -81,9 +81,16 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
     total: Any = getattr(parameter, _TOTAL, parameter)
     if total.grad is not None:
         total.grad.add_(gradient)
-        return
-    dtype = getattr(total, "grad_dtype", None)  # 2.15: fp32 for FSDP's bf16 parameters
-    total.grad = gradient if dtype is None else gradient.to(dtype)
+    else:
+        dtype = getattr(total, "grad_dtype", None)  # 2.15: fp32 for FSDP's bf16 parameters
+        total.grad = gradient if dtype is None else gradient.to(dtype)
+    if (added := vars(total).get(_ADDED)) is not None:
+        added()
+
+
+def call_when_added(parameter: Tensor, callback: Callable[[], object]) -> None:
+    """Let `add_gradient` call a function after it has added to this parameter's gradient."""
+    vars(parameter)[_ADDED] = callback
 
 
 @contextmanager

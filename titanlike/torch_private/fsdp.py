@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+from titanlike.torch_private.autograd import call_when_added
 
 
 def reduce_missing_gradients(module: nn.Module, reached: set[nn.Parameter], zero: int) -> None:
@@ -92,14 +95,30 @@ def sum_in_reduce_dtype(groups: Iterable[Any]) -> None:
     """
     for group in groups:
         for parameter in group.fsdp_params:
-            if not hasattr(parameter, "to_accumulated_grad_if_needed"):
-                return  # 2.15 keeps all in .grad, in fp32
-            if not hasattr(parameter, "_unsharded_param"):
-                continue
-            if parameter.unsharded_accumulated_grad is None:
-                parameter.to_accumulated_grad_if_needed()
-            else:
-                parameter.accumulate_unsharded_grad_if_needed()
+            if hasattr(parameter, "_unsharded_param"):
+                _sum_in_reduce_dtype(parameter)
+
+
+def sum_each_in_reduce_dtype(groups: Iterable[Any]) -> None:
+    """As `sum_in_reduce_dtype`, whenever `add_gradient` has added to a parameter: so no more than one
+    has a gradient beside its sum. Test:
+    test_weight_gradients.py::test_weight_gradients_are_added_to_their_sum_one_by_one
+    """
+    for group in groups:
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                call_when_added(
+                    parameter._unsharded_param, partial(_sum_in_reduce_dtype, parameter)
+                )
+
+
+def _sum_in_reduce_dtype(parameter: Any) -> None:
+    if not hasattr(parameter, "to_accumulated_grad_if_needed"):
+        return  # 2.15 keeps all in .grad, in fp32
+    if parameter.unsharded_accumulated_grad is None:
+        parameter.to_accumulated_grad_if_needed()
+    else:
+        parameter.accumulate_unsharded_grad_if_needed()
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:

@@ -14,7 +14,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import _ComputationType
 
-from titanlike.torch_private.fsdp import parameter_groups, sum_in_reduce_dtype
+from titanlike.torch_private.fsdp import (
+    parameter_groups,
+    sum_each_in_reduce_dtype,
+    sum_in_reduce_dtype,
+)
 
 # 2.13; not 2.15, which waits for sends within a step, nor 2.11, which has no metadata of messages
 _TORCH_KEEPS_BUFFERS = hasattr(PipelineStage, "_setup_forward_recv_info") and not hasattr(
@@ -177,10 +181,10 @@ class _Stage(PipelineStage):
         _free(self.grad_recv_info.get(bwd_chunk_id, ()))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
+        groups = self._groups if self.sums is None else []
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        if self.sums is None:
-            sum_in_reduce_dtype(self._groups)
-        else:
+        sum_in_reduce_dtype(groups)  # those that the I before it has added
+        if self.sums is not None:
             self.sums.end(bwd_chunk_id, True)
 
     def backward_maybe_with_nosync(
@@ -197,7 +201,10 @@ class _Stage(PipelineStage):
 
     @cached_property
     def _groups(self) -> list[Any]:
-        return parameter_groups(self.submod)
+        groups = parameter_groups(self.submod)
+        if self.sums is None:
+            sum_each_in_reduce_dtype(groups)
+        return groups
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.sums is None:
@@ -252,7 +259,9 @@ class _ShardingStage(_Stage):
         if not isinstance(self.submod, FSDPModule):
             return super()._backward(kind, kwargs, last)
         self.submod.set_is_last_backward(False)  # the order's REDUCE_GRAD ends the step
-        self.submod.set_reshard_after_backward(self.reshard_after_backward)
+        for group in self._groups:  # not of one rank, which would only cast its weights again
+            alone = group.mesh_info.shard_mesh_size == 1
+            group.reshard_after_backward = self.reshard_after_backward and not alone
         self.submod.set_requires_gradient_sync(True)
         # all-reduce over replicas only once a step
         self.submod.set_requires_all_reduce(last)
