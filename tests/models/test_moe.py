@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 import transformers
@@ -13,6 +16,7 @@ from support.hf_tiny import model_of, own, sizes
 from support.models import tiny
 from titanlike.config.schema import Model
 from titanlike.costs.node_costs import EXPERTS_PRODUCT
+from titanlike.models import experts
 from titanlike.models.experts import EXPERT_LINEAR, expert_linear, runs_grouped
 from titanlike.models.moe import RoutedMLP, Routing
 from titanlike.models.registry import build_model, resolve_model
@@ -118,6 +122,31 @@ def test_grouped_products_use_each_rows_expert(sizes: tuple, counts: tuple) -> N
         torch.autograd.grad(found, (rows, weight), gradient), expected, strict=True
     ):
         torch.testing.assert_close(mine, right)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "writes"),
+    [
+        (torch.bfloat16, (9, 0), True),
+        (torch.bfloat16, (10, 0), True),
+        (torch.bfloat16, (12, 0), False),
+        (torch.bfloat16, (8, 0), False),
+        (torch.float32, (9, 0), False),
+    ],
+)
+def test_a_kernel_that_writes_zeros_for_experts_without_rows_is_trusted(
+    dtype: torch.dtype, capability: tuple, writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all matrices' gradients would be read once more."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    rows = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda"))
+    assert experts._writes_all(rows) == writes
+    monkeypatch.setattr(experts, "_writes_all", lambda _: writes)
+    x, weight = torch.randn(10, 8), torch.randn(4, 12, 8, requires_grad=True)
+    result = expert_linear(x, weight, torch.tensor([3, 0, 4, 3]))
+    with mock.patch.object(torch.Tensor, "masked_fill_") as fill:
+        result.sum().backward()
+    assert fill.called != writes and not weight.grad[1].any()
 
 
 def test_grouped_products_are_saved_and_counted_like_matmuls() -> None:

@@ -39,6 +39,8 @@ from titanlike.config.schema import (
     LoopedZeroBubbleSchedule,
     Model,
     Numerics,
+    Precision,
+    Schedule,
     SelectiveActivationCheckpoint,
 )
 from titanlike.config.validate import problems
@@ -46,12 +48,14 @@ from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
 from titanlike.data.sources import IGNORE, Data
 from titanlike.distributed.initialize import initialize
+from titanlike.distributed.mesh import one_process
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.models.moe import Moe, RoutedMLP
+from titanlike.models.moe import Moe, RoutedMLP, Routing
 from titanlike.models.registry import initial_weights_of, resolve_model
 from titanlike.optim.optimizer import build_optimizers
 from titanlike.parallel import expert_exchange
+from titanlike.parallel.expert_parallel import ExpertBalance
 from titanlike.planning.estimate import make_estimate
 from titanlike.planning.known_hardware import shipped
 from titanlike.training.loop import train
@@ -321,6 +325,47 @@ def test_a_skipped_step_updates_no_balance(steps: tuple) -> None:
             assert (bias * (load - load.mean())).sum() < 0  # the busy ones are chosen less
 
 
+# --- what it costs: as much for many layers as for two
+
+
+class Layers(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        routing = Routing(2, "softmax", True, 1.0, 1, 1, 0.01, 0.02, 0.0)
+        self.layers = nn.ModuleList(RoutedMLP(8, 4, 8, 0, routing) for _ in range(number))
+
+
+def balanced(number: int, skip: float | None) -> tuple[nn.Module, list[Tensor], list[int]]:
+    """Layers after a step in which each counted 4 x 8 choices; these counts, and how many calls
+    begin the step and end it."""
+    torch.manual_seed(0)
+    stage = Layers(number)
+    balance = ExpertBalance(one_process(torch.device("cpu")), lambda: False, lambda _: 1, None)
+    balance.on_stage(0, stage, [])
+    balance.on_weights(stage)
+    given = [torch.randint(0, 16, (4,)) for _ in stage.layers]
+    begins, ends = CountedCalls(), CountedCalls()
+    with begins, balance.training(torch.tensor(16)):
+        pass
+    for layer, counts in zip(stage.layers, given, strict=True):
+        vars(layer.experts)["tokens_of_step"].copy_(counts)
+    with ends:
+        balance.after_update(None if skip is None else torch.tensor(skip))
+    return stage, given, [calls.calls.total() for calls in (begins, ends)]
+
+
+@pytest.mark.parametrize("skip", [None, 0.0, 1.0])
+def test_many_layers_are_balanced_in_as_many_calls_as_two(skip: float | None) -> None:
+    """And each as alone."""
+    (_, _, two), (stage, given, many) = balanced(2, skip), balanced(24, skip)
+    assert two == many and two[0] < 5 and two[1] < 40, (two, many)
+    torch.manual_seed(0)
+    for layer, alone, counts in zip(stage.layers, Layers(24).layers, given, strict=True):
+        alone.balance(counts, None if skip is None else torch.tensor(skip))
+        assert torch.equal(layer.bias, alone.bias) and torch.equal(layer.load, alone.load)
+        assert bool(layer.bias.any()) == (skip != 1)
+
+
 # --- ep: a rank has a part of the experts
 # ----------------------------------------------------------
 
@@ -403,10 +448,11 @@ def exchanges_of_a_step(config: Config, worker: Worker) -> tuple[int, list[str]]
 @pytest.mark.parametrize(
     "changes, of_a_layer",
     [
-        ({}, 6),  # how many tokens go, to which experts, tokens, results; gradients of both
-        ({"activation_checkpoint": SelectiveActivationCheckpoint()}, 6),
-        ({"activation_checkpoint": SelectiveActivationCheckpoint(), "compile": True}, 6),
-        ({**FULL, "compile": True}, 7),  # tokens once more
+        # how many tokens go, to which experts, tokens, weights, results; gradients of these three
+        ({}, 8),
+        ({"activation_checkpoint": SelectiveActivationCheckpoint()}, 8),
+        ({"activation_checkpoint": SelectiveActivationCheckpoint(), "compile": True}, 8),
+        ({**FULL, "compile": True}, 10),  # tokens and weights once more
     ],
     ids=["kept", "selective", "selective, compiled", "full, compiled"],
 )
@@ -431,8 +477,9 @@ class Order(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = function._schema.name.split("::")[1]
+        of_weights = name in EXCHANGES and args[0].shape[-1] == 4  # of experts: for four a token
         if name in ("mm", "expert_linear", *EXCHANGES) or name.endswith("route_tokens"):
-            self.names.append(name)
+            self.names += [] if of_weights else [name]
         return function(*args, **(kwargs or {}))
 
 
@@ -519,10 +566,36 @@ def queued_at_waits(config: Config, worker: Worker) -> list[int]:
 def test_the_host_waits_once_a_layer_behind_work_for_the_device(tmp_path: Path) -> None:
     """Once a microbatch, not in the recomputation; the rest of the route is made while tokens
     travel."""
-    config = of(moe(num_experts_per_tok=4), dp=2, ep=2, **FULL)
-    waits = 2 * make_plan(config).microbatches
-    for found in run_world(queued_at_waits, config, tmp_path):
-        assert len(found) == waits and min(found) > 8
+    # a copy of a token for each rank, and one for each expert
+    for experts_per_token, queued in {4: 8, 1: 4}.items():
+        config = of(moe(num_experts_per_tok=experts_per_token), dp=2, ep=2, **FULL)
+        waits = 2 * make_plan(config).microbatches
+        for found in run_world(queued_at_waits, config, tmp_path / str(queued)):
+            assert len(found) == waits and min(found) > queued
+
+
+def casts_of_experts(config: Config, worker: Worker) -> int:
+    """How often a rank casts a matrix of all its experts to bf16 in a step."""
+    experts = config.model.args["num_local_experts"] // config.ep
+    with opened(config, worker) as job, CountedCalls() as counted:
+        job.train()
+    sizes = experts * 32 * 32
+    return sum(
+        number
+        for call, number in counted.calls.items()
+        if call.written[0] == torch.bfloat16 and torch.float32 in call.read
+        for shape in call.shapes
+        if shape.numel() == sizes
+    )
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_experts_that_are_whole_on_a_rank_are_cast_once_a_step(zero: int, tmp_path: Path) -> None:
+    """Not once a microbatch and direction, with ZeRO 3; and so they are planned."""
+    schedule = Schedule("1f1b", 4)
+    layout = {"dp": 2, "ep": 2, "precision": Precision("bf16"), "schedule": schedule}
+    config = of(moe(num_local_experts=4), fsdp=Fsdp(zero), **layout)
+    assert run_world(casts_of_experts, config, tmp_path) == [2 * 3] * 2  # layers x matrices
 
 
 def tokens_sent(config: Config, worker: Worker) -> int:
@@ -548,10 +621,35 @@ def test_a_token_is_sent_once_to_each_rank_of_its_experts(tmp_path: Path) -> Non
         sum(run_world(tokens_sent, each, tmp_path / each.numerics.name)) for each in (config, exact)
     )
     estimate = make_estimate(config, shipped("cpu"))
-    # four times, with weights on two of the ways; two layers; 8 x 16 tokens
+    # there and back, their gradients, too; two layers; 8 x 16 tokens
     assert of_experts == 4 * 2 * 8 * 16 * 4 * 32 * 4
     assert 0.4 < copies / of_experts < 0.6
     assert 2 * estimate.traffic(0)["ep"] == pytest.approx(copies / 2, rel=0.15)
+
+
+def rows_of_exchanges(config: Config, worker: Worker) -> tuple[set[int], list[str]]:
+    """Elements of the rows that a rank sends of tokens, weights and gradients; the calls whose
+    results have tokens and weights in a row."""
+    sent: set[int] = set()
+    exchange = dist.all_to_all_single
+
+    def noted(out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.update(x.shape[1:] if x.is_floating_point() else ())
+        return exchange(out, x, *args, **kwargs)
+
+    patched = mock.patch.object(dist, "all_to_all_single", noted)
+    with opened(config, worker) as job, patched, CountedCalls() as counted:
+        job.train()
+    both = 32 + config.model.args["num_experts_per_tok"]
+    shapes = ((call.name, shape) for call in counted.calls for shape in call.shapes)
+    return sent, [name for name, shape in shapes if len(shape) > 1 and shape[-1] == both]
+
+
+def test_tokens_travel_beside_their_weights(tmp_path: Path) -> None:
+    """In rows of their own, which no operator copies apart or adds up again."""
+    config = of(moe(num_local_experts=8, num_experts_per_tok=3), dp=2, ep=2)
+    for sent, joined in run_world(rows_of_exchanges, config, tmp_path):
+        assert sent == {32, 3} and not joined
 
 
 @pytest.mark.parametrize(

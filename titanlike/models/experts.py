@@ -75,7 +75,7 @@ def through_experts(
     [N, D] in the dtype of x.
 
     experts: a module as above. Expert parallelism may set `takes_unsorted` on it: then it receives
-    unsorted tokens with their weights, [N, D + K], and the sorting order, and does the rest.
+    unsorted tokens [N, D], also the sorting order and the weights [N, K], and does the rest.
     beside: computes another summand [..., D] without experts; a module with `computes_beside`
     receives it, calls it while tokens travel, and returns its result after its own.
     """
@@ -94,7 +94,7 @@ def through_experts(
         counts = without_padding(counts, chosen)
     order = flat.argsort(stable=True)  # position in the sorted tokens -> position in [N * K]
     if getattr(experts, "takes_unsorted", False):
-        y, added = computed(torch.cat([x, weights.to(x.dtype)], 1), counts, order)
+        y, added = computed(x, counts, order, weights.to(x.dtype))
         return y if added is None else y + added.flatten(0, -2)
     place = torch.empty_like(order)  # the inverse
     place.scatter_(0, order, torch.arange(len(order), device=x.device))
@@ -190,7 +190,7 @@ def _weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor, weight: Ten
     if runs_grouped(rows, weight):
         transposed = _in_a_row(gradient).t()
         result = F.grouped_mm(transposed, _in_a_row(rows), offs=_ends(counts))
-        if result.device.type != "cpu":  # a kernel may not write experts without rows
+        if not _writes_all(rows):
             result.masked_fill_((counts == 0)[:, None, None], 0)
         return result
     out = torch.empty_like(weight, memory_format=torch.contiguous_format)
@@ -212,6 +212,15 @@ def runs_grouped(rows: Tensor, weight: Tensor) -> bool:
     """
     bytes_of_rows = [size * rows.element_size() for size in weight.shape[1:]]
     return len(rows) > 0 and not any(size % _ALIGNED for size in bytes_of_rows)
+
+
+def _writes_all(rows: Tensor) -> bool:
+    """Whether the grouped matmul of these writes zeros for experts without rows, too: the CPU's,
+    and in bf16 that of NVIDIA's 9.x and 10.x."""
+    if not rows.is_cuda:
+        return rows.device.type == "cpu"
+    major, _ = torch.cuda.get_device_capability(rows.device)
+    return rows.dtype == torch.bfloat16 and not torch.version.hip and major in (9, 10)
 
 
 def _in_a_row(x: Tensor) -> Tensor:

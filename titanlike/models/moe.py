@@ -12,7 +12,7 @@ The model contains no parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from titanlike.models.llama import (
     attention_problems,
 )
 from titanlike.models.rope_scaling import scaling_of
+from titanlike.torch_private.tensors import add_values, copy_values
 
 _MAY_BE_ZERO = (
     *("n_shared_experts", "first_k_dense_replace"),
@@ -145,21 +146,34 @@ class RoutedMLP(nn.Module):
             weights = AddLoss.apply(weights, routing.z_loss * squares)
         return weights
 
-    @torch.no_grad()
     def balance(self, counts: Tensor, skip: Tensor | None = None) -> None:
         """Update the balance after a step: counts [E] int64 over the global batch.
 
         skip: a scalar on the device, 1 = the step was not applied; None = 0.
         """
-        mean = counts.double().mean()
-        if self.routing.bias_rate:
-            change = torch.sign(mean - counts)
+        self.balance_layers([self], counts.unsqueeze(0), skip)
+
+    @staticmethod
+    @torch.no_grad()
+    def balance_layers(layers: Sequence[RoutedMLP], counts: Tensor, skip: Tensor | None) -> None:
+        """As `balance`: counts [L, E]. In as many kernels as for one layer, if settings are equal."""
+        routing = layers[0].routing
+        if any(layer.routing != routing for layer in layers):
+            for layer, of_layer in zip(layers, counts, strict=True):
+                layer.balance(of_layer, skip)
+            return
+        if routing.bias_rate:
+            change = torch.sign(counts.double().mean(1, keepdim=True) - counts)
             # the choice depends on differences alone: their mean stays 0
-            change = self.routing.bias_rate * (change - change.mean())
-            self.bias.add_(change if skip is None else change * (skip == 0))
-        if self.routing.balance_loss:
-            load = (counts / counts.sum()).to(self.load)
-            self.load.copy_(load if skip is None else torch.where(skip > 0, self.load, load))
+            change = routing.bias_rate * (change - change.mean(1, keepdim=True))
+            change = change if skip is None else change * (skip == 0)
+            biases = [layer.bias for layer in layers]
+            add_values(biases, change.to(biases[0]).unbind())
+        if routing.balance_loss:
+            loads = [layer.load for layer in layers]
+            load = (counts / counts.sum(1, keepdim=True)).to(loads[0])
+            load = load if skip is None else torch.where(skip > 0, torch.stack(loads), load)
+            copy_values(loads, load.unbind())
 
 
 class Moe(CausalLM):

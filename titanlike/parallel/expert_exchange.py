@@ -34,13 +34,14 @@ def elsewhere(
     tokens: Tensor,
     counts: Tensor,
     unsorted: Tensor | None = None,
+    weights: Tensor | None = None,
     beside: Callable[[], Tensor] | None = None,
 ) -> Any:
     """Compute experts on the ranks that have them: tokens [S, D] sorted by expert, counts [E] ->
     results [S, D]; forward: this rank's experts; exact: with numerics=exact, see `rank_by_rank`.
 
-    unsorted [S]: position in expert order -> in [N * K]. Then tokens are [N, D + K], with the
-    weights of their experts; a token is sent once to each rank that has experts of it, and results
+    unsorted [S]: position in expert order -> in [N * K]. Then tokens are [N, D], with the weights
+    [N, K] of their experts; a token is sent once to each rank that has experts of it, and results
     are weighted and summed there: [N, D]. beside: called while tokens travel; its result is
     returned, too.
     """
@@ -51,35 +52,38 @@ def elsewhere(
     if ranks.group is not None and not tokens.is_meta:
         group = ranks.group.group_name
         if unsorted is None:
-            coming, *home = operators.route_tokens(rank_counts, group)
+            coming, moves, *home = operators.route_tokens(rank_counts, group)
         else:
             coming, told, *home = operators.unique_route_tokens(
                 rank_counts, unsorted, length, group
             )
     else:  # without other ranks: as many tokens arrive as leave
-        coming, goes = rank_counts, tokens
+        coming = rank_counts
         if unsorted is None:
             *home, order, place = operators.alone_route_tokens(rank_counts, length)
             away = [order, place]
-        else:
-            goes = tokens[:1].expand(round(length * copies(ranks.size, top_k)), -1)
-        tokens = autograd_collective(goes, ranks, "all_to_all", "all_to_all", 0)
-    raw, link = operators.send_tokens(tokens, home, group)
+    # weights travel by themselves: rows of both would be copied apart, and their gradients together
+    sent = [tokens] if weights is None else [tokens, weights]
+    if not group:
+        leaving = round(length * copies(ranks.size, top_k))
+        goes = sent if weights is None else [x[:1].expand(leaving, -1) for x in sent]
+        sent = [autograd_collective(x, ranks, "all_to_all", "all_to_all") for x in goes]
+    raw = [operators.send_tokens(x, home, group) for x in sent]
     if group and unsorted is None:
-        away = [*operators.away_route_tokens(coming, home[-1], exact is None)]
+        away = [*operators.away_route_tokens(coming, moves, home[-1], exact is None)]
     elif group:
         coming, slot, *away = operators.unique_away_route_tokens(coming, told, home[-1], top_k)
     added = beside() if beside else None
-    there = operators.arrived(raw, link, tokens.detach(), home, away, group)
-    if exact and group:
-        results = exact(forward, there, coming)
-    elif unsorted is None:
-        results = forward(there, coming.sum(0))
-    else:
+    there, *weighted = (
+        operators.arrived(*of_x, x.detach(), home, away, group)
+        for of_x, x in zip(raw, sent, strict=True)
+    )
+    alone = exact is None or not group
+    results = forward(there, coming.sum(0)) if alone else exact(forward, there, coming)
+    if unsorted is not None:
         slot = slot if group else unsorted % top_k
-        weights = there[:, -top_k:].gather(1, slot.unsqueeze(1))
-        results = weights * forward(there[:, :-top_k].contiguous(), coming.sum(0))
-    results = operators.return_tokens(results, home, away, group, len(tokens))
+        results = weighted[0].gather(1, slot.unsqueeze(1)) * results
+    results = operators.return_tokens(results, home, away, group, len(sent[0]))
     if not group:
         results = autograd_collective(results, ranks, "all_to_all", "all_to_all", 0)
         if unsorted is not None:
@@ -122,22 +126,26 @@ def rank_by_rank(experts: nn.Module, forward: Forward, tokens: Tensor, counts: T
 
 
 @torch.library.custom_op("titanlike::route_tokens", mutates_args=())
-def _route(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+def _route(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """counts [n, E / n]: tokens for each rank's experts.
 
-    Returns the tokens from each rank for each of this rank's experts [n, E / n], and home.
+    Returns the tokens from each rank for each of this rank's experts [n, E / n], by how many rows
+    these blocks move to be sorted by expert, and home.
     """
-    coming = torch.empty_like(counts)
+    coming = torch.empty_like(counts, memory_format=torch.contiguous_format)
     dist.all_to_all_single(coming, counts.contiguous(), group=group_named(group))
-    sizes = to_host(torch.stack([counts.sum(1), coming.sum(1)]))()
-    return coming, sizes, coming.new_empty(int(sizes[1].sum()))
+    on_host = to_host(torch.stack([counts.sum(1), coming.sum(1)]))
+    moves = _moves(coming)
+    sizes = on_host()
+    return coming, moves, sizes, coming.new_empty(int(sizes[1].sum()))
 
 
 @_route.register_fake
-def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = torch.library.get_ctx().new_dynamic_size()
     sizes = counts.new_empty(2, counts.shape[0], device="cpu")
-    return torch.empty_like(counts), sizes, counts.new_empty(rows)
+    blocks = [counts.new_empty(counts.shape) for _ in range(2)]
+    return *blocks, sizes, counts.new_empty(rows)
 
 
 def to_host(x: Tensor) -> Callable[[], Tensor]:
@@ -161,20 +169,23 @@ def _begins(blocks: Tensor) -> Tensor:
     return (flat.cumsum(0) - flat).view(blocks.shape)
 
 
+def _moves(coming: Tensor) -> Tensor:
+    """By how many rows each block, sorted by rank [n, E / n], moves to be sorted by expert."""
+    return (_begins(coming.T).T - _begins(coming)).contiguous()
+
+
 @torch.library.custom_op("titanlike::away_route_tokens", mutates_args=())
-def _away(coming: Tensor, came: Tensor, by_expert: bool) -> tuple[Tensor, Tensor]:
+def _away(coming: Tensor, moves: Tensor, came: Tensor, by_expert: bool) -> tuple[Tensor, Tensor]:
     order = torch.arange(len(came), device=coming.device)
     place = order.clone()
     if by_expert:
-        # rows by which each (rank, expert) block moves
-        away = _begins(coming.T).T - _begins(coming)
-        place += away.flatten().repeat_interleave(coming.flatten(), output_size=len(came))
-        order -= away.T.flatten().repeat_interleave(coming.T.flatten(), output_size=len(came))
+        place += moves.flatten().repeat_interleave(coming.flatten(), output_size=len(came))
+        order -= moves.T.flatten().repeat_interleave(coming.T.flatten(), output_size=len(came))
     return order, place
 
 
 @_away.register_fake
-def _(coming: Tensor, came: Tensor, by_expert: bool) -> tuple[Tensor, Tensor]:
+def _(coming: Tensor, moves: Tensor, came: Tensor, by_expert: bool) -> tuple[Tensor, Tensor]:
     return torch.empty_like(came), torch.empty_like(came)
 
 
@@ -236,9 +247,8 @@ def _away_unique(
     """Return received rows [n, E / n], each row's index in its token's weights [R], and away."""
     rows, device = len(told), told.device
     coming, first = coming[:, :-1].contiguous(), _begins(coming[:, -1])
-    away = _begins(coming.T).T - _begins(coming)
     by_expert = torch.arange(rows, device=device)
-    by_expert -= away.T.flatten().repeat_interleave(coming.T.flatten(), output_size=rows)
+    by_expert -= _moves(coming).T.flatten().repeat_interleave(coming.T.flatten(), output_size=rows)
     first = first.repeat_interleave(coming.sum(1), output_size=rows)
     spread = (told // top_k + first)[by_expert]
     slot = (told % top_k)[by_expert]

@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,12 +35,13 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
 from titanlike.data.sources import REAL
 from titanlike.distributed.collectives import GroupInfo
-from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.mesh import Mesh, one_process
 from titanlike.distributed.placement import Part, Placement, When, experts_of
 from titanlike.distributed.transform import Plan, Transform
 from titanlike.parallel.activation_checkpoint import keeps
 from titanlike.parallel.expert_exchange import SEND_TOKENS, copies, elsewhere, rank_by_rank
 from titanlike.torch_private.autograd import in_backward
+from titanlike.torch_private.tensors import set_zero
 
 _WORTH = 0.95  # send one copy per rank if that is less than this share of one per expert
 
@@ -141,7 +143,9 @@ def _from_all(
     their tokens differ, see `Placement.partial`."""
     if different == "always" or (different == "sequence" and tensor.sequence):
         return forward(tokens, *others, beside=beside)
-    results = forward(_TimesGradient.apply(tokens, tensor.size), *others, beside=beside)
+    given = (tokens, *others)
+    scaled = [_TimesGradient.apply(x, tensor.size) if x.is_floating_point() else x for x in given]
+    results = forward(*scaled, beside=beside)
     results, *added = results if beside else (results,)
     results = _TimesGradient.apply(results, 1 / tensor.size)
     return (results, *added) if beside else results
@@ -226,7 +230,8 @@ class ExpertBalance(Transform):
         self._microbatches_of, self._take = microbatches_of, take
         self._share = torch.zeros((), device=mesh.device)
         self._stages: dict[nn.Module, int] = {}
-        self._layers: list[_Layer] = []
+        # layers with equal counts of experts and choices, whose holders are of one class
+        self._layers: dict[Any, list[_Layer]] = {}
         self._real: Tensor | None = None  # of the current batch [B, T]
         self._parts: list[_Tokens] | None = []  # of its microbatches; None = not divided yet
         # load of the busiest and idlest expert, relative to the mean, in the last step; the share
@@ -253,7 +258,12 @@ class ExpertBalance(Transform):
             experts.forward = MethodType(_forward, experts)
             if hasattr(holder, "token_share"):
                 holder.token_share = self._share
-            self._layers.append(_Layer(self._stages[stage], holder, experts, total))
+            alike = self._layers.setdefault((type(holder), count, experts.top_k), [])
+            alike.append(_Layer(self._stages[stage], holder, experts, total))
+
+    @property
+    def _all(self) -> Iterator[_Layer]:
+        return chain.from_iterable(self._layers.values())
 
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         self._real, self._parts = batch.get(REAL), None
@@ -264,8 +274,8 @@ class ExpertBalance(Transform):
         """A context whose forwards count in the next update; earlier ones are dropped."""
         self._tokens = tokens
         self._share.copy_(1 / tokens)
-        for layer in self._layers:
-            layer.total.zero_()
+        if self._layers:
+            set_zero([layer.total for layer in self._all])
         self._parts = self._divided(tokens)
         yield
 
@@ -284,7 +294,7 @@ class ExpertBalance(Transform):
             self._parts = self._divided(torch.ones((), device=self._mesh.device))
         if self._parts:
             part = self._parts[microbatch % len(self._parts)]
-            for layer in self._layers:
+            for layer in self._all:
                 if layer.stage == stage:
                     part.give(layer.holder, layer.experts)
 
@@ -293,17 +303,16 @@ class ExpertBalance(Transform):
         """Pass the counts to the layers. Collective over the ranks that have the same stages."""
         if not self._layers or self._tokens is None:
             return
-        flat = self._mesh.sum_copies(torch.cat([layer.total for layer in self._layers]))
+        flat = self._mesh.sum_copies(torch.cat([layer.total for layer in self._all]))
         if self._mesh.layer_ranks > 1 and self._tensor_parts():
             self._mesh.sum(flat, "tp")
         loads = []
-        sums = flat.split([len(layer.total) for layer in self._layers])
-        for layer, counts in zip(self._layers, sums, strict=True):
-            if hasattr(layer.holder, "balance"):
-                layer.holder.balance(counts, skip)
-            relative = counts / counts.double().mean().clamp(min=1)
-            expected = self._tokens.double() * layer.experts.top_k
-            dropped = 1 - counts.sum() / expected
+        sums = flat.split([len(alike) * number for (_, number, _), alike in self._layers.items()])
+        for ((_, _, top_k), layers), flat in zip(self._layers.items(), sums, strict=True):
+            counts = flat.view(len(layers), -1)  # [L, E]
+            _balance([layer.holder for layer in layers], counts, skip)
+            relative = counts / counts.double().mean(1, keepdim=True).clamp(min=1)
+            dropped = 1 - counts.sum(1).min() / (self._tokens.double() * top_k)
             if self._parts:  # padding, which a user's own mixture may count
                 dropped = dropped.clamp(min=0)
             loads.append(torch.stack([relative.max(), -relative.min(), dropped]))
@@ -320,45 +329,33 @@ class ExpertBalance(Transform):
         }
 
 
-class _BalanceInOneProcess(Transform):
-    """Counts tokens per expert of a full model, by forward hooks."""
+def _balance(holders: Sequence[Any], counts: Tensor, skip: Tensor | None) -> None:
+    """Pass counts [L, E] to layers of one class: together, if that is how it implements it."""
+    classes = type(holders[0]).__mro__
+    of_class = next((vars(kind) for kind in classes if "balance" in vars(kind)), {})
+    if "balance_layers" in of_class:
+        holders[0].balance_layers(holders, counts, skip)
+        return
+    for holder, of_layer in zip(holders, counts, strict=True):
+        if hasattr(holder, "balance"):
+            holder.balance(of_layer, skip)
+
+
+class _BalanceInOneProcess(ExpertBalance):
+    """Counts tokens per expert of a full model, whose batches are its microbatches."""
 
     def __init__(self, model: nn.Module) -> None:
-        # module of experts -> the module that holds it
-        self._holders: dict[nn.Module, Any] = {}
-        self._tokens = torch.ones(())
-        for name, experts in experts_of(model).items():
-            self._holders[experts] = model.get_submodule(name.rpartition(".")[0])
-            device, count = next(model.parameters()).device, cast(int, experts.num_experts)
-            vars(experts)[_TOTAL] = torch.zeros(count, dtype=torch.int64, device=device)
-            experts.register_forward_pre_hook(_count)
-
-    @contextmanager
-    def training(self, tokens: Tensor) -> Iterator[None]:
-        self._tokens = tokens
-        for experts, holder in self._holders.items():
-            getattr(experts, _TOTAL).zero_()
-            if hasattr(holder, "token_share"):
-                holder.token_share = 1 / tokens
-        yield
+        self._device = next(model.parameters()).device
+        super().__init__(one_process(self._device), lambda: False, lambda _: 1, None)
+        self.on_stage(0, model, ())
+        self.on_weights(model)
 
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        if REAL in batch:
-            part = _Tokens.of(batch[REAL].to(self._tokens.device), self._tokens)
-            for experts, holder in self._holders.items():
-                part.give(holder, experts)
+        self._real = batch[REAL].to(self._device) if REAL in batch else None
+        if self._tokens is not None:
+            self._parts = self._divided(self._tokens)
+            self.begin_microbatch(0, 0)
         return batch
-
-    @torch.no_grad()
-    def after_update(self, skip: Tensor | None) -> None:
-        for experts, holder in self._holders.items():
-            if hasattr(holder, "balance"):
-                holder.balance(getattr(experts, _TOTAL))
-
-
-def _count(experts: nn.Module, args: tuple[Tensor, ...]) -> None:
-    if experts.training and not in_backward():
-        getattr(experts, _TOTAL).add_(args[1])
 
 
 # attributes of a module of experts: its previous forward, None = its class's; the counts; which

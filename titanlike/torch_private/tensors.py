@@ -41,6 +41,10 @@ def copy_values(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(to), list(values))
 
 
+def set_zero(tensors: Sequence[Tensor]) -> None:
+    torch._foreach_zero_(list(tensors))
+
+
 def lerp(to: Sequence[Tensor], values: Sequence[Tensor], share: Tensor) -> None:
     """Interpolate tensors towards `values`, in place; share: a scalar tensor, a weight for all.
 
