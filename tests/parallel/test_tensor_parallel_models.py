@@ -5,6 +5,7 @@ Each layout is verified against one process in plain torch, gradients included.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from torch import nn
 
 from support.cells import GRID, cells, slow
 from support.command_lines import examined
+from support.counted_calls import CountedCalls
 from support.families import hf, llama
 from support.hf_tiny import folder_of
 from support.models import tiny
+from support.opened import opened
 from support.paths import ROOT
 from support.proven import assert_proven
 from support.world import run_world
@@ -96,6 +99,33 @@ def test_copies_on_several_ranks_do_not_drift_apart(tmp_path: Path) -> None:
     one, other = run_world(trained_with_noise, config, tmp_path)
     assert "model.layers.0.input_layernorm.weight" in one
     assert one == other
+
+
+def copies_into_gradients(config: Config, worker: Worker) -> tuple[int, Counter[str]]:
+    """How many gradients all ranks have after a step, and the calls that write them."""
+    counted, right = CountedCalls(), TensorParallel.after_backward
+    kept: list[int] = []
+
+    def after_backward(self: TensorParallel) -> None:
+        kept.append(sum(len(parameters) for _, parameters, _ in self._copied))
+        with counted:
+            right(self)
+
+    with (
+        opened(config, worker) as job,
+        mock.patch.object(TensorParallel, "after_backward", after_backward),
+    ):
+        job.train()
+    names: Counter[str] = Counter()
+    for call, number in counted.calls.items():
+        names[call.name] += number if "copy" in call.name else 0
+    return kept[0], +names
+
+
+def test_gradients_of_what_all_ranks_hold_are_copied_together(tmp_path: Path) -> None:
+    """One call for all norms of all layers, not one for each."""
+    for kept, names in run_world(copies_into_gradients, divided(llama()), tmp_path):
+        assert kept > 8 and names == {"aten::_foreach_copy_": 1}
 
 
 @pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))

@@ -1,10 +1,12 @@
-"""Inputs of linear layers gathered along the sequence, and gathered again in the backward.
+"""Inputs of linear layers gathered along the sequence, and gathered again in the backward, except in
+compiled blocks.
 
 Layers that share a gathered input (q, k and v; gate and up) need it for their weight gradients.
 Only the rank's shard is saved (arXiv 2205.05198, section 4.2.2): one autograd node, the gather,
 computes the gradients of all these layers. Its backward gathers the shard again while it computes
 the input's gradient, which it reduce-scatters while it computes the weights'. Weight gradients
-deferred to `W` (`weight_gradients.py`) save only the shard.
+deferred to `W` (`weight_gradients.py`) save only the shard. A compiled block overlaps nothing with a
+collective: without deferred gradients it saves what it has gathered.
 
 A layer's own backward leaves all of this to the gather: the gather returns, for each layer, a
 tensor without memory with the shape of its result, which carries the result's gradient.
@@ -59,7 +61,10 @@ def gather_for(ranks: TensorRanks, layers: Sequence[Any], x: Tensor) -> Tensor:
         layers = [layer for layer in layers if owner_of(layer)]
     # torch.compile drops an operator without used results, and what it would have queued
     unneeded = torch.compiler.is_compiling() and waits and not x.requires_grad
-    if not layers or not ranks.gathers_again or unneeded or in_functorch():
+    # gradients that wait would keep all tokens for longer
+    compiled = ranks.compiled or torch.compiler.is_compiling()
+    kept = not ranks.gathers_again or (compiled and not waits)
+    if not layers or kept or unneeded or in_functorch():
         return autograd_collective(x, ranks, "all_gather", "reduce_scatter", x.dim() - 2)
     parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
     owner = owner_of(layers[0]) if waits else None
@@ -173,11 +178,7 @@ class _Gather(torch.autograd.Function):
         compiled = torch.compiler.is_compiling()
         waits = ctx.owner is not None and (compiled or _accumulate(ctx, rows))
         gather = partial(_begin_rows, ranks=ctx.ranks)
-        part, finish = x, None
-        if rows and not waits:
-            if compiled:
-                part = torch.ops.titanlike.part_in_backward(x, next(iter(rows.values())))
-            finish = gather(part)
+        finish = gather(x) if rows and not waits else None
         if any(scalings):
             from titanlike.parallel.float8_linear import (
                 cast_gradient,
@@ -229,21 +230,6 @@ def _accumulate(ctx: Any, layers: Iterable[int]) -> bool:
     tensors = [*filter(torch.is_tensor, ctx.parameters)]  # behind x, without missing biases
     places = {id(tensor): place for place, tensor in enumerate(tensors, 1)}
     return all(accumulates(ctx, places[id(ctx.parameters[2 * at])]) for at in layers)
-
-
-@torch.library.custom_op("titanlike::part_in_backward", mutates_args=())
-def _part_in_backward(x: Tensor, gradient: Tensor) -> Tensor:
-    """Copy x once there is a gradient.
-
-    Symptom without it: torch.compile merges the backward's gather with the forward's equal one, and
-    saves its result.
-    """
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-@_part_in_backward.register_fake
-def _(x: Tensor, gradient: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _begin_rows(x: Tensor, ranks: TensorRanks) -> Callable[[], Tensor]:

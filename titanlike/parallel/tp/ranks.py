@@ -16,6 +16,8 @@ class TensorRanks(GroupInfo):
     sequence: bool = False
     # whether gathered activations are gathered again for the backward: see `gathered.py`
     gathers_again: bool = True
+    # blocks are compiled: nothing overlaps with gathering again, so what is gathered is kept
+    compiled: bool = False
 
     def part(self, length: int) -> tuple[int, int]:
         """(start, stop) of this rank's rows, split as by torch.chunk: the last ranks may have

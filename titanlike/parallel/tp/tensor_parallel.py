@@ -32,6 +32,7 @@ from titanlike.parallel.tp.plan import Entry, named, parse_plan, written_plan
 from titanlike.parallel.tp.ranks import TensorRanks
 from titanlike.parallel.tp.styles import shard_model
 from titanlike.torch_private.dtensor import local
+from titanlike.torch_private.tensors import copy_values
 
 if TYPE_CHECKING:
     from titanlike.distributed.placement import StageState
@@ -194,8 +195,8 @@ class TensorParallel(Transform):
                 else:
                     dist.broadcast(flat, group=group, group_src=0)
                 sizes = [gradient.numel() for gradient in gradients]
-                for gradient, total in zip(gradients, flat.split(sizes), strict=True):
-                    gradient.copy_(total.view_as(gradient))
+                totals = zip(gradients, flat.split(sizes), strict=True)
+                copy_values(gradients, [total.view_as(gradient) for gradient, total in totals])
 
     def logits(self, part: Tensor) -> Tensor:
         size, ranks = self.sharding.vocabulary, self._ranks
@@ -289,14 +290,14 @@ def tensor_parallel(
         reason = "a graph that is traced has no collectives of tensor-parallel ranks"
         raise ConfigError([Problem("split", "trace", reason, "split=points")])
     sharding = checked.sharding if isinstance(checked, TensorParallel) else None
-    like = TensorRanks(config.tp, 0)
+    like = TensorRanks(config.tp, 0, compiled=config.compile)
     if sharding is not None and (sharding.like.size, sharding.context) == (config.tp, config.cp):
         sharding = replace(sharding, like=like)
         shard_model(model.train(), sharding.modules, like, whole_logits=sharding.whole_logits)
         like.sequence = sharding.divides(fields_of(batch))
     else:
         sharding = _sharding_of(config, model, batch, like)
-    ranks = like if mesh is None else TensorRanks(mesh.layer_ranks, mesh.layer_part)
+    ranks = like if mesh is None else replace(like, size=mesh.layer_ranks, rank=mesh.layer_part)
     return TensorParallel(config, sharding, ranks)
 
 
