@@ -20,6 +20,7 @@ from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
 from support.cells import cells
+from support.counted_calls import CountedCalls
 from support.families import hf, moe
 from support.models import tiny
 from support.proven import assert_proven
@@ -40,8 +41,8 @@ from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.models.attention import attention
 from titanlike.models.document_attention import document_mask
-from titanlike.models.documents import Documents, document_spans
-from titanlike.parallel.context_attention import ContextAttention
+from titanlike.models.documents import Documents, document_spans, host_copy, with_host_copy
+from titanlike.parallel.context_attention import ContextAttention, _Ring
 from titanlike.parallel.context_parallel import IGNORED, ContextParallel
 from titanlike.parallel.context_tokens import ContextRanks
 from titanlike.proof.verify import verify
@@ -372,6 +373,27 @@ def test_padding_of_a_batch_has_no_loss(tp: int, length: int) -> None:
     assert torch.equal(padded["label"], batch["label"])
     assert context.batch(batch)["targets"].shape == (3, length // 2)
     assert context.padded(padded) is padded
+
+
+def test_documents_that_are_padded_are_counted_on_the_host() -> None:
+    """As others are: their number is read there, without a wait for the device."""
+    host = torch.arange(34).view(2, 17) // 3
+    batch = {"inputs": host, "targets": host, "document_ids": with_host_copy(host.clone(), host)}
+    padded = ContextParallel(tiny(cp=2), ContextRanks(2, 1)).padded(batch)["document_ids"]
+    for part in padded.tensor_split(2):
+        found = host_copy(part)
+        assert found is not None and torch.equal(found, part) and part.shape == (1, 20)
+
+
+def test_a_ring_repeats_no_keys_for_each_head_of_queries() -> None:
+    """Four of which share keys and values; the kernels take them as they are."""
+    q, k, v = (torch.randn(1, n, 32, 8, requires_grad=True) for n in (8, 2, 2))
+    with CountedCalls() as counted:
+        _Ring.apply(q, k, v, ContextRanks(2, 0, method="ring"), True, None).sum().backward()
+    written = [shape for call in counted.calls for shape in call.shapes]
+    # what a rank sends on, and no more of keys and values
+    assert max(shape.numel() for shape in written if len(shape) > 4) == 2 * 2 * 32 * 8
+    assert v.grad is not None and v.grad.shape == v.shape
 
 
 # --- models ---------------------------------------------------------------------------------------

@@ -41,6 +41,24 @@ def test_block_attention_returns_logsumexp_and_gradients(causal: bool) -> None:
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("kernel", ["the CPU's", "flash", "efficient"])
+def test_heads_of_queries_may_share_keys_and_values(kernel: str) -> None:
+    """Whatever the kernel, there are as many heads of their gradients."""
+    device = "cpu" if kernel == "the CPU's" else "meta"
+    q, k, v = (torch.randn(2, heads, 8, 16, device=device) for heads in (6, 2, 2))
+    with mock.patch.object(block_attention, "_takes_flash", lambda _: kernel == "flash"):
+        block = block_attention.forward(q, k, v, True, None)
+        found = block_attention.backward(q, q, k, v, block, True, None)
+    assert block.result.shape == q.shape and block.sums.shape == q.shape[:3]
+    assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
+    if device == "cpu":
+        each = [x.repeat_interleave(3, 1) for x in (k, v)]
+        torch.testing.assert_close(block, block_attention.forward(q, *each, True, None))
+        of_q, *of_each = block_attention.backward(q, q, *each, block, True, None)
+        summed = [x.unflatten(1, (2, 3)).sum(2) for x in of_each]
+        torch.testing.assert_close([*found], [of_q, *summed])
+
+
 def test_block_attention_on_meta_has_the_same_shapes() -> None:
     real = block_attention.forward(*(torch.randn(2, 3, 8, 16) for _ in range(3)), False, None)
     meta = [torch.empty(2, 3, 8, 16, device="meta") for _ in range(3)]

@@ -120,7 +120,8 @@ def document_spans(document_ids: Tensor) -> Tensor:
     batch, tokens = document_ids.shape
     if document_ids.is_meta:
         return sequence_spans(document_ids)
-    count, longest = _count_and_longest(_on_host(document_ids))
+    host = host_copy(document_ids)
+    count, longest = _count_and_longest(document_ids.cpu() if host is None else host)
     count, longest = _power_of_two(count), min(max(_power_of_two(longest), TILE), tokens)
     starts = document_starts(document_ids)
     starts[:, 0] = True
@@ -145,12 +146,12 @@ def with_host_copy(tensor: Tensor, host: Tensor) -> Tensor:
     return tensor
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """Return the values on the CPU; synchronizes with the device if there is no `host_copy`."""
+def host_copy(tensor: Tensor) -> Tensor | None:
+    """Return the values on the CPU without waiting for the device, None = there is no copy."""
     base = tensor if tensor._base is None else tensor._base
-    host = getattr(base, "host_copy", None)
+    host: Tensor | None = getattr(base, "host_copy", None)
     if host is None or host.stride() != base.stride():
-        return tensor.cpu()
+        return None
     offset = tensor.storage_offset() - base.storage_offset() + host.storage_offset()
     return host.as_strided(tensor.shape, tensor.stride(), offset)
 

@@ -362,7 +362,7 @@ class _Ring(torch.autograd.Function):
         held = torch.stack([k, v])
         for step in range(ranks.size):
             receive = _send_on(held, ranks, True) if step < ranks.size - 1 else None
-            halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
+            halves = held.chunk(2, 1 + _TOKENS)
             for own, theirs, same in _pairs(ranks, step, causal):
                 keys, values = halves[theirs]
                 block = block_attention.forward(queries[own], keys, values, same, scale)
@@ -392,7 +392,7 @@ class _Ring(torch.autograd.Function):
         for step in range(ranks.size):
             last = step == ranks.size - 1
             receive = None if last else _send_on(held, ranks, True)
-            halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
+            halves = held.chunk(2, 1 + _TOKENS)
             held_gradient = torch.zeros_like(held, dtype=torch.float32)
             parts = held_gradient.chunk(2, 1 + _TOKENS)
             for own, theirs, same in _pairs(ranks, step, causal):
@@ -402,7 +402,7 @@ class _Ring(torch.autograd.Function):
                 )
                 query_gradients[own] += query_gradient
                 for total, part in zip(parts[theirs], both, strict=True):
-                    total += part.float().unflatten(1, (k.shape[1], -1)).sum(2)
+                    total += part
             if receive_gradient is not None:
                 held_gradient += receive_gradient()
             receive_gradient = _send_on(held_gradient, ranks, not last)
@@ -429,11 +429,6 @@ def _pairs(ranks: ContextRanks, step: int, causal: bool) -> Iterator[tuple[int, 
         for theirs, key in enumerate((source, last - source)):
             if not causal or query >= key:
                 yield own, theirs, causal and query == key
-
-
-def _heads(held: Tensor, heads: int) -> Tensor:
-    """Repeat keys and values for each query head: [2, B, K, s, E] -> [2, B, H, s, E]."""
-    return held.repeat_interleave(heads // held.shape[2], dim=2).contiguous()
 
 
 def _added(sum_: Block | None, block: Block) -> Block:

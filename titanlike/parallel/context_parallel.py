@@ -27,7 +27,7 @@ from titanlike.graph.model_graph import Field, Fields, ModelGraph, fields_of
 from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Recording, UnknownTokens, replay
 from titanlike.graph.sequence_shard import SequenceShard, shard_sequence
-from titanlike.models.documents import document_spans, sequence_spans
+from titanlike.models.documents import document_spans, host_copy, sequence_spans, with_host_copy
 from titanlike.optim.custom_loss import CustomLoss
 from titanlike.optim.loss import takes_divided_logits
 from titanlike.parallel.context_attention import ContextAttention, Looking, heads_not_shareable
@@ -126,7 +126,11 @@ class ContextParallel(Transform):
         for name, x in batch.items():
             for dim in _token_dims(name, x.shape[1:], tokens):
                 sizes = [0, 0] * (x.dim() - 2 - dim) + [0, missing]
-                padded[name] = F.pad(padded[name], sizes, value=_PADDING.get(name, 0))
+                value = _PADDING.get(name, 0)
+                whole, host = padded[name], host_copy(padded[name])
+                padded[name] = F.pad(whole, sizes, value=value)
+                if host is not None:
+                    with_host_copy(padded[name], F.pad(host, sizes, value=value))
         return padded
 
     def _multiple(self) -> int:

@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """Attention of queries [B, H, t, E] to keys and values [B, H, s, E]."""
+    """Attention of queries [B, H, t, E] to keys and values [B, K, s, E], of each H / K heads."""
 
     result: Tensor  # [B, H, t, E]
     sums: Tensor  # fp32 [B, H, t]: log-sum-exp of the scores
@@ -33,6 +33,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) 
             q, k, v, 0.0, causal, False, scale=scale
         )
         return Block(result, sums)
+    k, v = (_of_each_head(x, q) for x in (k, v))
     result, sums, *_ = _aten._scaled_dot_product_efficient_attention(
         q, k, v, None, True, 0.0, causal, scale=scale
     )
@@ -66,10 +67,18 @@ def backward(
     padding = -q.shape[2] % 32
     sums = torch.nn.functional.pad(sums, (0, padding), value=float("inf")) if padding else sums
     output_mask = [True, True, True, False]
-    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        gradient, q, k, v, None, result, sums, none, none, 0.0, output_mask, causal, scale=scale
+    keys, values = (_of_each_head(x, q) for x in (k, v))
+    dq, *both, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        *(gradient, q, keys, values, None, result, sums, none, none, 0.0, output_mask, causal),
+        scale=scale,
     )
+    dk, dv = (x.unflatten(1, (k.shape[1], -1)).float().sum(2) for x in both)
     return dq, dk, dv
+
+
+def _of_each_head(x: Tensor, q: Tensor) -> Tensor:
+    """Repeat keys or values for each query head, for a kernel without grouped queries."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) if x.shape[1] < q.shape[1] else x
 
 
 def causal_lower_right(
@@ -91,7 +100,7 @@ def causal_lower_right(
         positions = torch.arange(k.shape[2], device=q.device)
         mask = positions[-q.shape[2] :, None] >= positions
     if q.is_cuda and enable_gqa:  # the kernel with a mask has no grouped queries
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        k, v = (_of_each_head(x, q) for x in (k, v))
         enable_gqa = False
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, mask, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
