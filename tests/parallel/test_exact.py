@@ -24,6 +24,7 @@ from support.cells import cells
 from support.families import hf, moe
 from support.models import tiny
 from support.world import run_world
+from titanlike.checkpoint.digest import digest_of
 from titanlike.config.optimizers.adamw import AdamW
 from titanlike.config.optimizers.muon import Muon
 from titanlike.config.optimizers.sgd import Sgd
@@ -517,3 +518,10 @@ def test_verify_names_the_first_bit_that_differs(layout: str, tmp_path: Path) ->
     assert right == ""
     for said, (_, _, change, expected) in zip(wrong, FAULTS[layout], strict=True):
         assert re.match(expected, said), (change.__name__, said)
+
+
+def test_a_digest_copies_no_number_to_the_device() -> None:
+    """Which would wait for the device, for each million of elements."""
+    with patch.object(torch, "tensor", side_effect=AssertionError("waits for the device")):
+        one, other = (digest_of("w", x, x.shape, (0, 0)) for x in torch.eye(4).split(2))
+    assert one != other

@@ -32,7 +32,8 @@ def digest_of(name: str, tensor: Tensor, shape: torch.Size, offsets: tuple[int, 
     strides = [int(shape[dim + 1 :].numel()) for dim in range(len(shape))]
     total = torch.zeros((), dtype=torch.int64, device=device)
     for row, part in _row_blocks(tensor.detach()):
-        place = torch.tensor(start, device=device)
+        # filled there: a scalar from the CPU would wait for the device
+        place = torch.full((), start, dtype=torch.int64, device=device)
         for dim, (size, stride) in enumerate(zip(part.shape, strides, strict=True)):
             first = offsets[dim] + (row if dim == 0 else 0)
             along = (first + torch.arange(size, device=device)) * stride
