@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from support.cells import slow
 from support.counted_calls import CountedCalls
-from support.fake_ranks import fake_process_group
 from support.models import tiny
 from titanlike.config.schema import Float8Precision, Mxfp8Precision, Precision
 from titanlike.distributed.placement import in_float8
@@ -24,6 +23,7 @@ from titanlike.parallel.tp.plan import named, parse_plan
 from titanlike.parallel.tp.ranks import TensorRanks
 from titanlike.parallel.tp.styles import shard_model
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
+from titanlike.torch_private.fake_ranks import fake_process_group
 from titanlike.torch_private.tensors import storage_id
 
 WIDTH, TOKENS, BATCH = 128, 16, 3

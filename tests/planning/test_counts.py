@@ -8,21 +8,17 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from support.cells import cells
-from support.fake_ranks import allocate, fake_process_group, fake_tensors
 from support.families import llama
 from support.models import tiny
 from titanlike.config.schema import Config, Fsdp, Schedule
 from titanlike.data.loader import example_batch
-from titanlike.distributed.mesh import lay_mesh
-from titanlike.training.build import build_planned
+from titanlike.planning.counted_memory import assemble_fake, zeros
+from titanlike.torch_private.fake_ranks import LiveStorages, fake_process_group, fake_tensors
 from titanlike.training.step import forward_backward, optimizer_step
-from titanlike.training.train_plan import make_plan
 
 NAMES = {
     "_allgather_base_": "gathers",
@@ -35,21 +31,10 @@ NAMES = {
 
 def counted(config: Config) -> dict[str, int]:
     """Of the first rank in its second step; and the process groups that it is in."""
-    fake = fake_tensors()
-
-    def fill(stage: nn.Module, _: object, device: torch.device, *__: object, **___: object) -> None:
-        with fake:
-            allocate(stage, device)
-
+    live, fake = LiveStorages(), fake_tensors()
     with fake_process_group(0, config.world_size):
-        mesh = lay_mesh(config, torch.device("cpu"), "fake", "planned")
-        plan = make_plan(config, None, None, lambda: 1 << 40, mesh)
-        run = build_planned(config, mesh, plan, init_weights=fill)
-        rows = config.batch_size // config.dp
-        batch = {
-            name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype)
-            for name, value in example_batch(config).items()
-        }
+        run = assemble_fake(config, 1 << 40, fake, live)
+        batch = zeros(config, example_batch(config))
         found = Counter({"groups": len(dist.distributed_c10d._world.pg_map)})
         with fake:
             run.pipeline.train(batch)

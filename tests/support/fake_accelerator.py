@@ -21,7 +21,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from support.fake_ranks import allocate, fake_process_group, fake_tensors
 from support.families import llama, moe
 from support.models import tiny
 from titanlike.config.optimizers.muon import Muon
@@ -39,6 +38,7 @@ from titanlike.config.schema import (
 )
 from titanlike.distributed.mesh import lay_mesh
 from titanlike.launch.worker import Worker
+from titanlike.torch_private.fake_ranks import allocate, fake_process_group, fake_tensors
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import build_planned
 from titanlike.training.step import forward_backward, update

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from support.fake_ranks import LiveStorages
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
+from titanlike.torch_private.fake_ranks import LiveStorages
 from titanlike.training.build import build
 from titanlike.training.device_batches import to_device
 from titanlike.training.step import optimizer_step

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from support.fake_ranks import allocate, fake_process_group, fake_tensors
+from titanlike.torch_private.fake_ranks import allocate, fake_process_group, fake_tensors
 
 
 def test_to_empty_fails_under_fake_tensors() -> None:

@@ -37,7 +37,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         # Symptom without it (2.13): parameters of the next fake job have this one's mesh, whose
-        # groups are gone.
+        # groups are gone. Test: test_counted_memory.py (muon in a pipeline)
         from torch.distributed.tensor import debug  # imports the compiler
 
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
