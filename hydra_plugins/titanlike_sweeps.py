@@ -7,7 +7,6 @@ hydra/sweeper=optuna or hydra/launcher=submitit_slurm; ranks that torchrun start
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -84,8 +83,10 @@ class JobLauncher(Launcher):
         wanted = dict(zip(numbers, map(list, job_overrides), strict=True))
         jobs = {n: self._composed(n, words) for n, words in wanted.items() if n not in values}
         values |= run_jobs(sweep_run, self.task.runner, jobs)
-        ended = {"working_dir": os.getcwd(), "status": JobStatus.COMPLETED}
-        return [JobReturn(sweep_run.jobs[n], **ended, _return_value=values.get(n)) for n in numbers]
+        returns = [JobReturn(status=JobStatus.COMPLETED) for _ in numbers]
+        for ended, number in zip(returns, numbers, strict=True):
+            ended.return_value = values.get(number)
+        return returns
 
     def _composed(self, number: int, overrides: list[str]) -> Composed:
         from titanlike.config.errors import Problem

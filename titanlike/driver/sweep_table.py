@@ -11,7 +11,7 @@ import math
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ def _columns(rows: Sequence[JobRow], value: str) -> tuple[list[str], list[list[s
         if len({*cells}) > 1:
             columns.append((key, cells))
     columns.append(("status", [row.status for row in rows]))
-    numbers = [
+    numbers: list[tuple[str, list[Any], Callable[[Any], str]]] = [
         ("loss", [row.summary.loss for row in rows], units.decimal),
         ("val_loss", [row.summary.val_loss for row in rows], units.decimal),
         (value, [row.value for row in rows if value not in OBJECTIVES], units.decimal),
