@@ -8,7 +8,7 @@ rng.RANK.cpu rng.RANK.cuda random generators, restored in as many ranks with the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -85,16 +85,6 @@ def run_tensors(stage_states: list[StageState], *, copies: bool = False) -> Tens
                     tensors.setdefault(name, placed(value, part))
     rank = dist.get_rank()
     return tensors | {f"rng.{rank}.{kind}": state for kind, state in rng_states().items()}
-
-
-def held_tensors(stage_states: list[StageState]) -> Iterator[Tensor]:
-    """This rank's parameters, buffers and optimizer state, as far as it holds them."""
-    for stage in stage_states:
-        yield from map(local, stage.stage.state_dict().values())
-        states = (state for optimizer in stage.optimizers for state in optimizer.state.values())
-        for value in chain.from_iterable(state.values() for state in states):
-            if isinstance(value, Tensor):
-                yield local(value)
 
 
 def placed(tensor: Tensor, part: Part | None) -> Tensor | Blocks:

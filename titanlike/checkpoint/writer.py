@@ -189,7 +189,8 @@ class CheckpointWriter:
         first = self._memory is None and self._updates == 2  # optimizers have their state
         if first and self._settings.mode == "async_pinned" and self._settings.every:
             self._memory = HostMemory()
-            self._memory.reserve(state_dict.held_tensors(self._stage_states))
+            tensors = state_dict.run_tensors(self._stage_states)
+            self._memory.reserve(prepare_save(tensors).blocks.values())
         copy, self._copy = self._copy, None
         if copy is not None:
             begin = time.perf_counter()

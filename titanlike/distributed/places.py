@@ -30,21 +30,15 @@ class Place(NamedTuple):
     kind: str = ""  # describes hardware and library versions
 
 
-def gather_places(device: torch.device, worker: Worker, timeout: float) -> list[Place]:
-    """Gather all ranks' places on rank 0 ([] elsewhere). Collective; once in a job. It uses the
-    store, as a gather would connect every rank to rank 0."""
-    place = json.dumps(place_of(device))
-    answers = barrier(worker, "places", timeout, place, listens=worker.rank == 0)
-    return [Place(*json.loads(answers[rank])) for rank in sorted(answers)]
-
-
 def compare_places(config: Config, device: torch.device, worker: Worker) -> tuple[str, str]:
     """(where the ranks are, how their hardware differs) in words, on rank 0; "" elsewhere, and
     where it does not. Collective. Raises Refused on all ranks if it does under numerics=exact."""
     if worker.world_size == 1:
         return "", ""
-    timeout = config.launch.timeout
-    places = gather_places(device, worker, timeout)
+    timeout, here = config.launch.timeout, json.dumps(place_of(device))
+    # by the store, as a gather would connect every rank to rank 0
+    answers = barrier(worker, "places", timeout, here, listens=worker.rank == 0)
+    places = [Place(*json.loads(answers[rank])) for rank in sorted(answers)]
     unlike = unlike_text(places)
     told = {0: unlike}
     if config.exact:
