@@ -49,9 +49,6 @@ from titanlike.training.train_plan import make_plan
 
 
 class _Residual(Blocks):
-    def __init__(self, blocks: int = 4) -> None:
-        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(blocks)))
-
     def step(self, block: int, x: Tensor) -> Tensor:
         return x + self.blocks[block](x).tanh()
 
@@ -142,7 +139,7 @@ class TableOfWeights(_Residual):
     """A stage in the middle sends a tensor that no received one has part in."""
 
     def __init__(self) -> None:
-        super().__init__(6)
+        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(6)))
         self.blocks[3] = nn.Embedding(VOCAB, DIM)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -154,11 +151,8 @@ class TableOfWeights(_Residual):
         return self.out(self.step(5, x * table))
 
 
-class Noisy(forwards.Blocks):
+class Noisy(Blocks):
     """Random numbers of the forward's own, which all blocks use."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(forwards.DIM, forwards.DIM) for _ in range(4)))
 
     def forward(self, ids: Tensor) -> Tensor:
         x, noise = self.tokens(ids), torch.rand(ids.size(1), 1, device=ids.device)

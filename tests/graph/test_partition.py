@@ -168,10 +168,3 @@ def test_a_split_that_does_not_fit_is_refused_with_one_that_does(case: str) -> N
     assert problem.key == f"split.{split.name}"
     assert reason in problem.reason and fix in problem.fix
     assert str(error.value).startswith(f"{problem.key}=")
-
-
-def test_the_largest_models_are_split() -> None:
-    """126 blocks (Llama 3 405B)."""
-    parts = partition(llama(126), EvenSplit(), 64)
-    # the embedding, and norm and head, weigh as a block each
-    assert blocks_of(parts) == [1, *[2] * 62, 1]

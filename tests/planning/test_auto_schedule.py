@@ -16,8 +16,6 @@ from titanlike.config.errors import ConfigError
 from titanlike.config.parse import bytes_of
 from titanlike.config.schema import (
     AutoSchedule,
-    AutoSplit,
-    BalanceSplit,
     Config,
     CsvSchedule,
     Precision,
@@ -25,7 +23,7 @@ from titanlike.config.schema import (
 from titanlike.costs.simulate import in_flight
 from titanlike.driver.tools import plan
 from titanlike.pipeline.from_config import build_order, microbatch_problem
-from titanlike.planning import advice, auto_schedule
+from titanlike.planning import auto_schedule
 from titanlike.planning.auto_schedule import find, with_found_order
 from titanlike.planning.known_hardware import shipped
 from titanlike.training.train_plan import make_plan
@@ -85,24 +83,12 @@ def test_a_plan_searches_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(advice, "advise", lambda plan: [])
     words = "pp=2 schedule=auto schedule.search=order hardware=h100_sxm data=synthetic"
     assert (
         plan([*words.split(), "model.num_hidden_layers=4", "model.hidden_size=32", "seq_len=16"])
         == 0
     )
     assert "schedule=auto: " in capsys.readouterr().out and not [*tmp_path.iterdir()]
-
-
-@pytest.mark.slow
-def test_no_schedule_of_the_same_memory_is_faster_by_simulation(tmp_path: Path) -> None:
-    for split in (AutoSplit(), BalanceSplit(balance=[6, 2])):
-        config = tiny(pp=2, schedule=replace(AUTO, search="split"), split=split, **H100)
-        found = find(replace(config, run_dir=str(tmp_path)))
-        assert found.known is not None and found.seconds <= found.known.seconds
-        assert found.bound <= found.seconds
-    # a split far from balance is left where it may be
-    assert found.seconds < 0.9 * found.known.seconds
 
 
 @pytest.mark.parametrize("limits", [{"memory": 0.1}, *slow({"memory_bytes": 2**20})])

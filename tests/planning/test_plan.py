@@ -90,6 +90,10 @@ def test_a_layout_that_does_not_fit_is_reported_with_one_that_does(capsys) -> No
             "is valid for batch_size=16 (split.balance",
         ),
         (["hardware=cpu", "pp=3", "dp=3"], "does not divide among dp=3"),
+        (
+            ["hardware=cpu", "--exact"],
+            "within 5% of what ranks take; no step is counted; leave it out",
+        ),
     ],
 )
 def test_mistakes_are_answered_like_those_of_training(capsys, words, said) -> None:
@@ -288,7 +292,9 @@ def test_shipped_hardware_agrees_with_the_peaks_that_mfu_uses() -> None:
 )
 def test_a_search_keeps_what_is_typed_of_a_schedule_and_of_grains(words: list[str], capsys) -> None:
     fixed = [*TINY, "pp=2", "fsdp.zero=1", "activation_checkpoint=none"]
-    code, text, errors = run(capsys, "search", "hardware=cpu", "gpus=2", *fixed, *words, "--json")
+    code, text, errors = run(
+        capsys, "search", "hardware=cpu", "gpus=2", *fixed, *words, "--json", "--top", "2"
+    )
     assert code == 0, errors
     found = json.loads(text)["ranked"]
     assert found and {layout["microbatches"] for layout in found} == {4}

@@ -12,7 +12,7 @@ from benchmarks.speed import bench as benchmark
 from benchmarks.speed.plain_loops import plain_loop, why_no_plain_loop
 from support.cells import slow
 from support.commands import command
-from support.live_memory import Live
+from titanlike.torch_private.fake_ranks import LiveStorages
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config, Fsdp, Schedule
@@ -33,7 +33,7 @@ def third_steps(config: Config, worker: Worker) -> list[tuple[dict[str, int], in
     for loop in (ours, plain_loop(config, data, run.plan, mesh)):
         for _ in range(2):  # which allocate and connect
             next(loop)
-        with Live() as live:
+        with LiveStorages() as live:
             next(loop)
         found.append((live.operators, live.peak))
     close_mesh()

@@ -15,12 +15,12 @@ VOCAB, DIM = 64, 16
 
 
 class Blocks(nn.Module):
-    """Embedding, blocks, head; `forward` is the subclass's."""
+    """Embedding, blocks, head. blocks: none = four linear layers."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(blocks or [nn.Linear(DIM, DIM) for _ in range(4)])
         self.out = nn.Linear(DIM, VOCAB)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Rotating(Blocks):
     """A complex non-persistent buffer, and a mask filled by index."""
 
     def __init__(self) -> None:
-        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
+        super().__init__()
         angles = torch.arange(64)[:, None] * 0.1 ** torch.arange(DIM // 2)
         turns = torch.polar(torch.ones_like(angles), angles)
         self.register_buffer("turns", turns, persistent=False)
@@ -159,9 +159,6 @@ class OneBlock(nn.Module):
 class Filled(Blocks):
     """Item assignment in a mask and in copies of activations."""
 
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
-
     def forward(self, ids: Tensor) -> Tensor:
         mask = torch.zeros(*ids.shape, 1)
         mask[:, ::2] = 1.0
@@ -173,31 +170,20 @@ class Filled(Blocks):
         return self.out(x)
 
 
-class Normed(nn.Module):
+class Normed(Blocks):
     """Weights computed in the forward (torch's parametrizations)."""
 
     def __init__(self) -> None:
-        super().__init__()
         norm = nn.utils.parametrizations.weight_norm
-        self.tokens = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(norm(nn.Linear(DIM, DIM)) for _ in range(3))
+        super().__init__(*(norm(nn.Linear(DIM, DIM)) for _ in range(3)))
         self.out = norm(nn.Linear(DIM, VOCAB))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.out(x)
 
-
-class Dense(nn.Module):
+class Dense(Blocks):
     """Every output is used by all later layers (DenseNet), the input as well."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(nn.Linear(DIM * (i + 1), DIM) for i in range(5))
-        self.out = nn.Linear(DIM, VOCAB)
+        super().__init__(*(nn.Linear(DIM * (i + 1), DIM) for i in range(5)))
 
     def forward(self, ids: Tensor) -> Tensor:
         found = [self.tokens(ids)]
@@ -210,7 +196,7 @@ class TwoTowers(Blocks):
     """The second tower begins with the token ids again: nothing of the first is used before out."""
 
     def __init__(self) -> None:
-        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
+        super().__init__()
         self.other = nn.Embedding(VOCAB, DIM)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -221,9 +207,6 @@ class TwoTowers(Blocks):
 
 class HelpedInTraining(Blocks):
     """Behind the second block the embedding is added in training alone, before the head always."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = first = self.tokens(ids)
@@ -280,9 +263,6 @@ class _Reverse(torch.autograd.Function):
 
 
 class Reversed(Blocks):
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
-
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)
         for block in self.blocks:
@@ -294,7 +274,7 @@ class Lazy(Blocks):
     """A mask that is created on first use and cached."""
 
     def __init__(self) -> None:
-        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
+        super().__init__()
         self.mask: Tensor | None = None
 
     def forward(self, ids: Tensor) -> Tensor:

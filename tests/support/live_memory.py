@@ -21,20 +21,6 @@ from titanlike.training.device_batches import to_device
 from titanlike.training.step import optimizer_step
 
 
-class Live(LiveStorages):
-    """Counts operators, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.operators[getattr(function, "overloadpacket", function).__name__] += 1
-        return super().__torch_dispatch__(function, types, args, kwargs)
-
-
 @dataclass(frozen=True)
 class Measured:
     """A training step of one rank."""
@@ -48,7 +34,7 @@ class Measured:
 def measured(config: Config, worker: Worker) -> Measured:
     """The second training step, and the peak over building and both."""
     mesh = open_mesh(config, worker)
-    live = Live()
+    live = LiveStorages()
     forwards: Counter[bool] = Counter()
     with live:
         run = build(config, mesh)

@@ -27,31 +27,21 @@ class Pop(Stash):
         return x + self.linear(x).tanh() * self.shared.pop("skip")
 
 
-class Chain(Blocks):
-    """One block after another."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
+def of_blocks(first: nn.Module, last: nn.Module) -> Blocks:
+    return Blocks(first, nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), last)
 
 
-def of_blocks(first: nn.Module, last: nn.Module) -> Chain:
-    return Chain(first, nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), last)
-
-
-def inputs_in_a_dict() -> Chain:
+def inputs_in_a_dict() -> Blocks:
     shared: dict[str, Tensor] = {}
     return of_blocks(Stash(shared), Pop(shared))
 
 
-def inner_values_in_a_dict() -> Chain:
+def inner_values_in_a_dict() -> Blocks:
     shared: dict[str, Tensor] = {}
     return of_blocks(Stash(shared, lambda x: 2 * x), Pop(shared))
 
 
-def values_without_gradient() -> Chain:
+def values_without_gradient() -> Blocks:
     shared: dict[str, Tensor] = {}
     return of_blocks(Stash(shared, lambda x: x.detach() > 0), Pop(shared))
 
@@ -65,7 +55,7 @@ class AttributeReader(nn.Module):
         return self.linear(x) + self.others[0].last
 
 
-def attribute_of_a_hook() -> Chain:
+def attribute_of_a_hook() -> Blocks:
     first = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh())
     first[0].register_forward_hook(lambda module, _, out: setattr(first, "last", out))
     return of_blocks(first, AttributeReader(first))
@@ -78,12 +68,12 @@ class PopOnly(Pop):
         return self.shared.pop("skip")
 
 
-def returned_at_once() -> Chain:
+def returned_at_once() -> Blocks:
     shared: dict[str, Tensor] = {}
     return of_blocks(Stash(shared, torch.tanh), PopOnly(shared))
 
 
-class StoredByTheForward(Chain):
+class StoredByTheForward(Blocks):
     def __init__(self) -> None:
         self.shared: dict[str, Tensor] = {}
         super().__init__(*(nn.Linear(DIM, DIM) for _ in range(3)), Pop(self.shared))
@@ -93,7 +83,7 @@ class StoredByTheForward(Chain):
         return super().forward(ids)
 
 
-class InnerOutput(Chain):
+class InnerOutput(Blocks):
     """The forward reads a tensor of inside a block."""
 
     def __init__(self) -> None:
@@ -120,15 +110,15 @@ class WithinABlock(nn.Module):
         return self.second(self.first(x))
 
 
-def within_blocks() -> Chain:
-    return Chain(*(WithinABlock() for _ in range(4)))
+def within_blocks() -> Blocks:
+    return Blocks(*(WithinABlock() for _ in range(4)))
 
 
-class KeptByAHook(Chain):
+class KeptByAHook(Blocks):
     """The forward itself reads a block's output."""
 
     def __init__(self) -> None:
-        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
+        super().__init__()
         self.seen: dict[str, Tensor] = {}
         self.blocks[0].register_forward_hook(self._keep)
 
@@ -166,6 +156,6 @@ class Positioned(nn.Module):
         return x + self.linear(x * self.positions(x)).tanh()
 
 
-def table_of_all_blocks() -> Chain:
+def table_of_all_blocks() -> Blocks:
     positions = Positions()
-    return Chain(*(Positioned(positions) for _ in range(4)))
+    return Blocks(*(Positioned(positions) for _ in range(4)))

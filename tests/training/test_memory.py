@@ -13,7 +13,7 @@ import torch
 from benchmarks.speed.machine import resident_memory
 from benchmarks.speed.plain_loops import plain_loop
 from support.cells import slow
-from support.live_memory import Live
+from titanlike.torch_private.fake_ranks import LiveStorages
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import ActivationCheckpoint, Config, Custom, Fsdp, Schedule
@@ -96,7 +96,7 @@ def growth_with_microbatches(config: Config, worker: Worker, few: int, many: int
         stream = batches(open_data(own).train, own, dp_rank=mesh.dp_rank)
         batch = to_device(next(stream), mesh, own)
         run.pipeline.train(batch)  # the first step makes what is cached
-        with Live() as live:
+        with LiveStorages() as live:
             run.pipeline.train(to_device(next(stream), mesh, own))
         expected = sum(value.nbytes for value in batch.values()) + 4 * count
         peaks.append(live.peak - expected)
@@ -118,9 +118,9 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(
 def peaks_beside_a_plain_loop(config: Config, worker: Worker) -> tuple[int, int]:
     """The most bytes of live storages in two steps: of a run, of a loop written by hand."""
     data, mesh = open_data(config), open_mesh(config, worker)
-    with Live() as plain:
+    with LiveStorages() as plain:
         deque(plain_loop(config, data, make_plan(config, data), mesh), maxlen=0)
-    with Live() as ours:
+    with LiveStorages() as ours:
         run, stream = build(config, mesh), batches(data.train, config, dp_rank=mesh.dp_rank)
         for step in (1, 2):
             measured_step(run, config, step, stream, AnomalyDetector(config, {}), worker)

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from support.cells import cells
-from support.live_memory import Live
+from titanlike.torch_private.fake_ranks import LiveStorages
 from support.models import tiny
 from support.saved_runs import events
 from support.world import RankError, run_world
@@ -148,7 +148,7 @@ def operations_and_marks(config: Config, worker: Worker) -> list[tuple[Counter[s
         if step == 3:
             timeline._start()
         timeline._now = []
-        with Live() as live:
+        with LiveStorages() as live:
             forward_backward(run, config, step, stream)
         drop_gradients(run)
         found.append((live.operators, len(timeline._now)))

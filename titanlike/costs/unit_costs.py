@@ -61,13 +61,6 @@ def expert_parameters(model: nn.Module, config: Config) -> dict[str, nn.Paramete
     return {f"{path}.{name}": p for path, part in experts for name, p in part.named_parameters()}
 
 
-def _divides_float8(config: Config) -> int:
-    """Number of ranks for which FSDP gathers weights in float8, see `parallel/float8.py`; 1 = it
-    gathers none so."""
-    tensorwise = getattr(config.precision, "recipe", "") == "tensorwise"
-    return config.shards if tensorwise and not config.fsdp.cpu_offload else 1
-
-
 class UnitCosts:
     """The calls of each unit in the training forward of one microbatch, and their costs.
 
@@ -141,7 +134,9 @@ class UnitCosts:
         if units are compiled.
         """
         save = config.activation_checkpoint.saved  # operators such as "aten.mm"
-        shards = _divides_float8(config)
+        tensorwise = getattr(config.precision, "recipe", "") == "tensorwise"
+        # ranks over which FSDP gathers weights in float8, see `parallel/float8.py`; 1 = it gathers none so
+        shards = config.shards if tensorwise and not config.fsdp.cpu_offload else 1
         key = tuple(save), deferred, config.compile, config.ep > 1, shards
         if key in self._memory:
             return self._memory[key]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -248,8 +248,9 @@ class _Search:
     def problem(self, cut: Placement) -> OrderProblem:
         """Make the search problem of these stages: their times, activations and memory limit."""
         stages = self.names(cut.starts)
-        waiting, m = self._waiting(stages), self.microbatches
-        layout = self.table.layout(stages, self.recomputed, waiting, cut.place, 1, m)
+        m, place = self.microbatches, cut.place
+        waiting = range(len(stages)) if self.schedule.weight_gradients == "deferred" else ()
+        layout = self.table.layout(stages, self.recomputed, waiting, place, 1, m)
         times = LayoutTimes(self.config, layout, self.hardware, self.times).stages
         held, queued = (
             [sum(self._held[name][index] for name in names) for names in stages] for index in (0, 1)
@@ -262,10 +263,6 @@ class _Search:
             in_flight=math.inf if in_flight is None else in_flight,
             starts=cut.starts,
         )
-
-    def _waiting(self, stages: Stages) -> Collection[int]:
-        """The stages with deferred weight gradients."""
-        return range(len(stages)) if self.schedule.weight_gradients == "deferred" else ()
 
     def _known(self, problem: OrderProblem) -> dict[str, Order]:
         """The built-in schedules with a problem's placement."""

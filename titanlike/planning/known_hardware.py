@@ -47,17 +47,14 @@ def planned_hardware(config: Config, ranks: int | None = None) -> Hardware:
 def likely_hardware(config: Config) -> Hardware:
     """The config's hardware, or the shipped choice most similar to this machine's devices; divided
     among ranks that share a device."""
-    return _likely(config).of_each(min(config.launch.ranks_per_device, config.world_size))
-
-
-def _likely(config: Config) -> Hardware:
     if isinstance(config.hardware, Hardware):
-        return config.hardware
-    device = first_device(config.device)
-    if not accelerator.is_accelerator(device):
-        return shipped("cpu")
-    name = accelerator.name(device) if started() else next((g.name for g in visible_gpus()), "")
-    return shipped(next((c for words, c in _CHOICES.items() if words in name), "h100_sxm"))
+        found = config.hardware
+    elif not accelerator.is_accelerator(device := first_device(config.device)):
+        found = shipped("cpu")
+    else:
+        name = accelerator.name(device) if started() else next((g.name for g in visible_gpus()), "")
+        found = shipped(next((c for words, c in _CHOICES.items() if words in name), "h100_sxm"))
+    return found.of_each(min(config.launch.ranks_per_device, config.world_size))
 
 
 @functools.cache

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,59 +15,61 @@ from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.tp.plan import written_plan
 from titanlike.parallel.tp.ranks import TensorRanks
 from titanlike.parallel.tp.styles import shard_model
-from titanlike.pipeline.from_config import derive_microbatches, microbatch_problem
-from titanlike.pipeline.schedules import SCHEDULES
+from titanlike.pipeline.from_config import microbatch_problem
 
-Compose = Callable[[list[str]], Config]  # overrides -> config; raises ConfigError
-
-
-@dataclass(frozen=True)
-class SearchSpace:
-    """The values to enumerate. None = derived."""
-
-    schedules: list[str] = field(default_factory=lambda: list(SCHEDULES))
-    microbatches: list[int] | None = None  # see `_microbatches`
-    stages_per_rank: list[int] = field(default_factory=lambda: [2])
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout: overrides and the config with them."""
-
-    overrides: list[str]
-    config: Config
-    refused: str = ""  # why it is impossible; "" = it is not
+SCHEDULES = [
+    *("1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"),
+    *("vhalf", "vmin"),
+]
+_STAGES_PER_RANK = [2, 3, 4]
 
 
 def candidates(
-    combination: list[str], compose: Compose, ranks: int, machine: int, space: SearchSpace
-) -> Iterator[Candidate]:
-    """Yield every layout of `ranks` ranks that agrees with the overrides in `combination`.
+    config: Config, words: list[str], ranks: int, machine: int
+) -> Iterator[tuple[list[str], Config | None]]:
+    """Yield the overrides and the config of every layout of `ranks` ranks that agrees with the
+    overrides `words`, which the config has already.
 
     Without a pipeline there is one schedule, 1f1b, whose microbatches are gradient accumulation.
     Values fixed by the overrides are kept even if invalid: a later check gives the reason. An
-    impossible tp is yielded once. machine: ranks per machine. Raises ConfigError if the overrides
-    alone are invalid.
+    impossible tp is yielded once, without a config. machine: ranks per machine. Raises ConfigError
+    if the model's tensor-parallel plan in the config is wrong.
     """
-    fixed = {key_of(text) for text in combination}
-    base = compose(combination)
-    composed = cache(lambda name: compose([*combination, f"schedule={name}"]))
-    tensor = {base.tp: ""} if "tp" in fixed else _tensor_sizes(base, ranks, machine)
-    for tp in (tp for tp, refused in tensor.items() if refused):
-        yield Candidate([*combination, f"tp={tp}"], replace(base, tp=tp), tensor[tp])
-    possible = [tp for tp, refused in tensor.items() if not refused]
-    for pp, dp, tp in _meshes(base, fixed, ranks, possible):
-        mesh = {key: size for key, size in (("pp", pp), ("dp", dp)) if key not in fixed}
+    fixed = {key_of(word) for word in words}
+    composed = cache(lambda name: _with_schedule(config, name, fixed))
+    base = composed(None)
+    tensor = {base.tp: True} if "tp" in fixed else _tensor_sizes(base, ranks, machine)
+    for tp in (tp for tp, possible in tensor.items() if not possible):
+        yield [*words, f"tp={tp}"], None
+    sizes_of_tp = [tp for tp, possible in tensor.items() if possible]
+    for pp, dp, tp in _meshes(base, fixed, ranks, sizes_of_tp):
+        mesh: dict[str, Any] = {"pp": pp, "dp": dp}
+        mesh = {key: size for key, size in mesh.items() if key not in fixed}
         mesh |= {"tp": tp} if tp != base.tp else {}
-        names = ["1f1b"] if pp == 1 else space.schedules
+        names: list[str | None] = ["1f1b"] if pp == 1 else [*SCHEDULES]
         if fixed & {"schedule", "schedule.name"}:
             names = [None]
-        for name in dict.fromkeys(names):
-            config = replace(base if name is None else composed(name), pp=pp, dp=dp, tp=tp)
+        for name in names:
+            layout = replace(composed(name), pp=pp, dp=dp, tp=tp)
             chosen = mesh | ({} if name is None else {"schedule": name})
-            for sizes in _schedule_sizes(config, fixed, space):
-                words = [f"{key}={value}" for key, value in (chosen | sizes).items()]
-                yield Candidate([*combination, *words], with_choices(config, sizes))
+            for sizes in _schedule_sizes(layout, fixed):
+                overrides = [f"{key}={value}" for key, value in (chosen | sizes).items()]
+                yield [*words, *overrides], with_choices(layout, sizes)
+
+
+def _with_schedule(config: Config, name: str | None, fixed: Collection[str]) -> Config:
+    """The config with another schedule (None = its own), of which what is fixed stays."""
+    if name is not None:
+        before, config = config.schedule, with_choices(config, {"schedule": name})
+        has = vars(config.schedule)
+        typed = {key: key.partition("schedule.")[2] for key in fixed}
+        kept = {key: getattr(before, of, None) for key, of in typed.items() if of in has}
+        config = with_choices(config, kept)
+    # microbatches set by an experiment's file, not by the user, are derived anew
+    written = getattr(config.schedule, "microbatches", None) is not None
+    if written and config.schedule.name != "csv" and "schedule.microbatches" not in fixed:
+        return with_choices(config, {"schedule.microbatches": None})
+    return config
 
 
 def _meshes(
@@ -89,67 +91,48 @@ def _meshes(
                 yield pp, dp, tp
 
 
-def _schedule_sizes(
-    config: Config, fixed: Collection[str], space: SearchSpace
-) -> Iterator[dict[str, Any]]:
+def _schedule_sizes(config: Config, fixed: Collection[str]) -> Iterator[dict[str, Any]]:
     """Yield each combination of stages per rank and microbatches of the config's schedule."""
     stages: list[dict[str, Any]] = [{}]
     if isinstance(config.schedule, LoopedSchedule) and "schedule.stages_per_rank" not in fixed:
-        sizes = dict.fromkeys(space.stages_per_rank)
-        stages = [{"schedule.stages_per_rank": size} for size in sizes]
+        stages = [{"schedule.stages_per_rank": size} for size in _STAGES_PER_RANK]
+    derived = not isinstance(config.schedule, CsvSchedule) and "schedule.microbatches" not in fixed
+    rows = 0 if config.batch_size % config.dp else config.batch_size // config.dp
     for choices in stages:
-        counts = []
-        if not isinstance(config.schedule, CsvSchedule) and "schedule.microbatches" not in fixed:
-            counts = _microbatches(with_choices(config, choices), space)
+        schedule = with_choices(config, choices).schedule
+        counts = [
+            n
+            for n in range(1, rows + 1 if derived else 1)
+            if rows % n == 0 and microbatch_problem(schedule, config.pp, n) is None
+        ]
         yield from [choices | {"schedule.microbatches": n} for n in counts] or [choices]
 
 
-def _microbatches(config: Config, space: SearchSpace) -> list[int]:
-    """Valid numbers of microbatches to try: the given ones, or what a run derives, 1, 2 and 4 per
-    pipeline rank, and microbatches of one sequence, which take the least memory."""
-    batch, schedule, pp = config.batch_size // config.dp, config.schedule, config.pp
-    if batch < 1 or config.batch_size % config.dp:
-        return []
-    counts = space.microbatches
-    if counts is None:
-        counts = [pp, 2 * pp, 4 * pp, batch]
-        try:
-            counts.append(derive_microbatches(schedule, pp, batch)[0])
-        except ValueError:
-            return []  # the check gives the reason
-    return sorted(
-        n for n in set(counts) if batch % n == 0 and microbatch_problem(schedule, pp, n) is None
-    )
-
-
-def _tensor_sizes(config: Config, ranks: int, machine: int) -> dict[int, str]:
-    """Map each tp that divides `ranks` to why it is impossible, or ""; only 1 for a model without a
+def _tensor_sizes(config: Config, ranks: int, machine: int) -> dict[int, bool]:
+    """Map each tp that divides `ranks` to whether it is possible; only 1 for a model without a
     tensor-parallel plan.
 
     machine: ranks per machine. Raises ConfigError if the plan in the config is wrong.
     """
     from titanlike.parallel.tp.tensor_parallel import tensor_plan
 
-    refused = {1: ""}
+    possible = {1: True}
     resolved = resolve_model(config)
     for tp in range(2, min(ranks, MAX_TENSOR_RANKS) + 1):
         if ranks % tp:
             continue
-        with_tp = replace(config, tp=tp)
         model = build_model(resolved)
         try:
-            modules = tensor_plan(with_tp, model)
+            modules = tensor_plan(replace(config, tp=tp), model)
         except ConfigError:
             if written_plan(config.model) is not None:
                 raise
-            return {1: ""}
-        if machine % tp:
-            why = "activations of every layer would go over the network: a machine has"
-            refused[tp] = f"tp={tp}: {why} {machine} ranks"
-            continue
-        try:
-            shard_model(model, modules, TensorRanks(tp, 0), whole_logits=False)
-            refused[tp] = ""
-        except ConfigError as error:
-            refused[tp] = str(error.problems[0])
-    return refused
+            return {1: True}
+        # over several machines activations of every layer would go over the network
+        possible[tp] = machine % tp == 0
+        if possible[tp]:
+            try:
+                shard_model(model, modules, TensorRanks(tp, 0), whole_logits=False)
+            except ConfigError:
+                possible[tp] = False
+    return possible

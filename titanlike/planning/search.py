@@ -42,20 +42,15 @@ from titanlike.planning.estimate import (
 )
 from titanlike.planning.estimate_text import as_data, mesh_text, table
 from titanlike.planning.known_hardware import planned_hardware
-from titanlike.planning.layouts import SearchSpace, candidates
+from titanlike.planning.layouts import SCHEDULES, candidates
 from titanlike.planning.stage_times import LayoutTimes
 
-_SCHEDULES = [
-    *("1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"),
-    *("vhalf", "vmin"),
-]
-_STAGES_PER_RANK = [2, 3, 4]
 _LEAST_TOKENS = 2**13  # tokens of a sequence per context-parallel rank
 _MOST_TOKENS = 2**15  # tokens per microbatch of several sequences: matmuls get no faster with more
 _MOST_SIZES = 6  # microbatch sizes to try per tp
 _ROUNDS = 2  # microbatches per pipeline rank in a simulated order
 # periodic schedules: with more microbatches no more are in flight
-_PERIODIC = (*_SCHEDULES, "zbh1", "zbh2")
+_PERIODIC = (*SCHEDULES, "zbh1", "zbh2")
 _AUTO = 3  # number of the fastest layouts that are also planned with split=auto
 _PROGRESS = 3.0  # seconds between progress lines
 _PLANNED_SECONDS = 15.0  # limit of CPU time for the last step
@@ -176,33 +171,13 @@ def _score_context(
     config: Config, words: list[str], result: LayoutSearch, tables: CostCache
 ) -> Iterator[ScoredLayout]:
     fixed, gpus, hardware = set(map(key_of, words)), result.gpus, result.hardware
-
-    def compose(overrides: list[str]) -> Config:
-        names = [o.removeprefix("schedule=") for o in overrides if o.startswith("schedule=")]
-        composed = config
-        if names and "schedule" not in fixed:
-            composed = with_choices(config, {"schedule": names[0]})
-            typed = {key: getattr(config.schedule, key.partition(".")[2], None) for key in fixed}
-            has = vars(composed.schedule)
-            typed = {
-                key: value for key, value in typed.items() if key.partition("schedule.")[2] in has
-            }
-            composed = with_choices(composed, typed)
-        # microbatches set by an experiment's file, not by the user, are derived anew
-        written = getattr(composed.schedule, "microbatches", None) is not None
-        if written and composed.schedule.name != "csv" and "schedule.microbatches" not in fixed:
-            return with_choices(composed, {"schedule.microbatches": None})
-        return composed
-
-    counts = [n for n in range(1, config.batch_size + 1) if config.batch_size % n == 0]
-    space = SearchSpace(_SCHEDULES, counts, _STAGES_PER_RANK)
     machine = min(gpus, hardware.devices_per_node)
     orders: dict[object, Order] = {}
-    for candidate in candidates(words, compose, gpus, machine, space):
-        base = candidate.config
+    for overrides, base in candidates(config, words, gpus, machine):
+        if base is None or base.world_size != gpus or base.batch_size % base.dp:
+            result.refused += 1
+            continue
         try:
-            if candidate.refused or base.world_size != gpus or base.batch_size % base.dp:
-                raise ValueError(candidate.refused)
             count = microbatches_of(base)
             stages = stage_count(base.schedule, base.pp, count)
         except ValueError:
@@ -225,10 +200,9 @@ def _score_context(
                 result.refused += 1
                 continue
             table = tables(changed, rows_of(changed, count))
-            overrides = [f"{key}={value}" for key, value in choices.items()]
-            overrides = [*candidate.overrides, *overrides]
+            chosen = [*overrides, *(f"{key}={value}" for key, value in choices.items())]
             try:
-                yield score(overrides, changed, table, hardware, orders, count)
+                yield score(chosen, changed, table, hardware, orders, count)
             except ValueError as error:
                 result.refused, result.why = result.refused + 1, result.why or str(error)
 

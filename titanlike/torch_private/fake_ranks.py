@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -89,7 +90,8 @@ def _first_messages_known(_: object, stages: list[Any], *__: object) -> None:
 
 
 class LiveStorages(TorchDispatchMode):
-    """A context that counts the bytes of live storages made within it, except on the meta device.
+    """A context that counts the bytes of live storages made within it, except on the meta device,
+    and the operators that run.
 
     torch's trackers (`torch.distributed._tools.mem_tracker`) fail with microbatches (2.11 to 2.15).
     """
@@ -97,6 +99,7 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.operators: Counter[str] = Counter()
         self._bytes: dict[int, int] = {}
 
     def __enter__(self) -> LiveStorages:
@@ -117,6 +120,7 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        self.operators[getattr(function, "overloadpacket", function).__name__] += 1
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             # DTensor's inner operators are not dispatched here
