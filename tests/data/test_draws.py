@@ -243,10 +243,6 @@ def kept_generator(seq_len: int) -> Any:
     return Mapped(seq_len, lambda _: int(numbers.integers(64)))
 
 
-def by_the_system(seq_len: int) -> Any:
-    return Mapped(seq_len, lambda _: random.SystemRandom().randrange(1 << 30))
-
-
 def by_worker(seq_len: int) -> Any:
     return Mapped(seq_len, lambda _: (i := get_worker_info()) and i.id + 1 or 0)
 
@@ -281,7 +277,6 @@ def parts(seq_len: int) -> Any:
     "kind, reason",
     [
         ("kept_generator", "training sample 0 differs each time it is read"),
-        ("by_the_system", "differs each time it is read"),
         ("streamed_by_the_system", "of reader 0 differs each time it is read"),
         ("by_worker", "training sample 0 depends on get_worker_info()"),
         ("two_streams", "its validation part is a Streamed, which is not read by [i]"),

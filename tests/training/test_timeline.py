@@ -231,6 +231,35 @@ def test_the_awaited_rank_is_named_when_an_all_gather_comes_first() -> None:
 # --- what goes wrong ---------------------------------------------------------------------------
 
 
+def of_rank(rank: int, stage: int | None = None, end: float = 1.0, count: int = 1) -> RankStep:
+    events = [Span("F", rank if stage is None else stage, 0, 0.0, end)] * count
+    return RankStep(rank, rank, 3, 0.0, 1.0, events)
+
+
+FORGED: dict[str, dict[str, Any]] = {
+    "no step": {"steps": []},
+    "steps of other ranks": {"steps": [[of_rank(0), of_rank(1)], [of_rank(0)]]},
+    "a pipeline rank without events": {"order": [["0F0"], ["1F0"], ["2F0"]]},
+    "a stage elsewhere": {"place": [0, 7]},
+    "no such stage": {"steps": [[of_rank(0), of_rank(1, stage=9)]]},
+    "a stage too few": {"stages": [["a"]]},
+    "an event without an end": {"steps": [[of_rank(0), of_rank(1, end=float("inf"))]]},
+    "many events": {"steps": [[of_rank(0), of_rank(1, count=20_001)]]},
+}
+
+
+def test_a_timeline_whose_parts_do_not_belong_together_is_refused(tmp_path: Path) -> None:
+    path, order = tmp_path / "timeline.json", [["0F0"], ["1F0"]]
+    steps, places = [[of_rank(0), of_rank(1)]], [Place(0, "a", "cpu"), Place(1, "b", "cpu")]
+    whole = Recorded(to_plain(short(2)), order, [0, 1], [["a"], ["b"]], 1, 0.0, steps, places)
+    write(path, whole)
+    assert read_timeline(path) == whole
+    for name, parts in FORGED.items():
+        write(path, replace(whole, **parts))
+        with pytest.raises(ValueError, match="do not belong together"):
+            assert not read_timeline(path), name
+
+
 def failing(config: Config, worker: Worker) -> None:
     raise_in = loop.finish_step
 
