@@ -252,17 +252,13 @@ def streamed_by_the_system(seq_len: int, reader: int, readers: int) -> Any:
     return Streamed(seq_len, draw, (reader, readers))
 
 
-class Sized(Streamed):
-    def __len__(self) -> int:
-        return COUNT
-
-
 def two_streams(seq_len: int) -> Any:
     return Data(Streamed(seq_len, _any), Streamed(seq_len, _any), 64, "")  # type: ignore[arg-type]
 
 
 def with_a_length(seq_len: int) -> Any:
-    return Data(Mapped(seq_len, _any), Sized(seq_len, _any), 64, "")  # type: ignore[arg-type]
+    sized: Any = type("Sized", (Streamed,), {"__len__": lambda _: COUNT})
+    return Data(Mapped(seq_len, _any), sized(seq_len, _any), 64, "")
 
 
 def data_of_parts(seq_len: int) -> Any:
