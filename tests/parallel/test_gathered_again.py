@@ -7,6 +7,8 @@ That gradients are those of one process is proven in `test_tensor_parallel_model
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from titanlike.parallel.tp.plan import named, parse_plan
 from titanlike.parallel.tp.ranks import TensorRanks
 from titanlike.parallel.tp.styles import shard_model
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.known_hardware import shipped
 from titanlike.torch_private.fake_ranks import fake_process_group
 from titanlike.torch_private.tensors import storage_id
 
@@ -121,3 +125,13 @@ def test_a_compiled_block_gathers_once_and_keeps_it_unless_weight_gradients_come
         if later is not None:
             later.take()()
         assert all(p.grad is not None for p in block.parameters())
+
+
+def test_a_plan_counts_what_compiled_blocks_keep() -> None:
+    """The other half of two inputs of each layer."""
+    config = tiny(tp=2, layers=4, seq_len=256, batch_size=8)
+    plain, compiled = (
+        make_estimate(replace(config, compile=on), shipped("cpu")).fullest for on in (False, True)
+    )
+    kept = 4 * 2 * (8 * 256 * 32 * 4) // 2
+    assert 0.7 * kept < compiled - plain <= kept

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from titanlike.config.schema import Config
 from titanlike.torch_private.accelerator import started
@@ -192,7 +193,7 @@ def multiplies_float8(device: torch.device, grouped: bool = False, in_blocks: bo
     return all(capability >= least for capability in capabilities)
 
 
-_UNKNOWN = (2, 14)  # from this torch on it is not known which GPUs have a grouped float8 kernel
+_UNKNOWN = "2.14"  # from this torch on it is not known which GPUs have a grouped float8 kernel
 _TRIAL = "from titanlike.torch_private.operators import try_scaled_grouped_mm as f; f({device!r})"
 _TRIAL_SECONDS = 120
 
@@ -206,7 +207,7 @@ def _multiplies_groups(capability: tuple[int, int], index: int) -> bool:
     """
     if capability[0] <= 9:
         return capability[0] == 9
-    if torch.__version__ < _UNKNOWN:
+    if TorchVersion(torch.__version__) < _UNKNOWN:
         return False
     command = [sys.executable, "-c", _TRIAL.format(device=f"cuda:{index}")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -78,8 +78,8 @@ def elsewhere(
         operators.arrived(*of_x, x.detach(), home, away, group)
         for of_x, x in zip(raw, sent, strict=True)
     )
-    alone = exact is None or not group
-    results = forward(there, coming.sum(0)) if alone else exact(forward, there, coming)
+    by_rank = exact if group else None
+    results = by_rank(forward, there, coming) if by_rank else forward(there, coming.sum(0))
     if unsorted is not None:
         slot = slot if group else unsorted % top_k
         results = weighted[0].gather(1, slot.unsqueeze(1)) * results
@@ -144,8 +144,8 @@ def _route(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = torch.library.get_ctx().new_dynamic_size()
     sizes = counts.new_empty(2, counts.shape[0], device="cpu")
-    blocks = [counts.new_empty(counts.shape) for _ in range(2)]
-    return *blocks, sizes, counts.new_empty(rows)
+    moves = counts.new_empty(counts.shape)
+    return counts.new_empty(counts.shape), moves, sizes, counts.new_empty(rows)
 
 
 def to_host(x: Tensor) -> Callable[[], Tensor]:

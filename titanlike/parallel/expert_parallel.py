@@ -332,8 +332,8 @@ class ExpertBalance(Transform):
 def _balance(holders: Sequence[Any], counts: Tensor, skip: Tensor | None) -> None:
     """Pass counts [L, E] to layers of one class: together, if that is how it implements it."""
     classes = type(holders[0]).__mro__
-    of_class = next((vars(kind) for kind in classes if "balance" in vars(kind)), {})
-    if "balance_layers" in of_class:
+    implements = next((kind for kind in classes if "balance" in vars(kind)), object)
+    if "balance_layers" in vars(implements):
         holders[0].balance_layers(holders, counts, skip)
         return
     for holder, of_layer in zip(holders, counts, strict=True):
