@@ -63,28 +63,28 @@ def counts(*numbers: int) -> dict[str, int]:
 # the embedding; eight microbatches. In all: tokens, and the norm with the loss of all ranks.
 ONE_BY_ONE = Schedule("1f1b", 8)
 LAYOUTS: dict[str, tuple[Config, dict[str, int]]] = {
-    "dp=1024, ZeRO 1": (layout(1, 1024, fsdp=Fsdp(1)), counts(3, 2, 6, 6)),
+    "dp=1024, ZeRO 1": (layout(1, 1024, fsdp=Fsdp(1)), counts(2, 2, 6, 6)),
     # the inputs of attention and of the MLP are gathered again in each backward
     "pp=4 dp=64 tp=4": (layout(4, 64, ONE_BY_ONE, tp=4), counts(6, 4, 42 + 2 * 8, 42, 8)),
     "dp=256 cp=4, ring": (
         # a layer sends keys and values three times, and again, and their gradients four times
         layout(1, 256, cp=4, context_parallel="ring"),
-        counts(4, 2, 12, 6, 4 * 10),
+        counts(3, 2, 12, 6, 4 * 10),
     ),
 }
 MORE_LAYOUTS: dict[str, tuple[Config, dict[str, int]]] = {
-    "dp=4, ZeRO 1": (layout(1, 4, fsdp=Fsdp(1)), counts(3, 2, 6, 6)),
-    "dp=1024, ZeRO 2": (layout(1, 1024, fsdp=Fsdp(2)), counts(3, 2, 6, 6)),
-    "dp=1024, ZeRO 3": (layout(1, 1024, fsdp=Fsdp(3)), counts(3, 2, 12, 6)),
-    "dp=1024 replicate=8": (layout(1, 1024, replicate=8), counts(4, 2 + 6, 12, 6)),
+    "dp=4, ZeRO 1": (layout(1, 4, fsdp=Fsdp(1)), counts(2, 2, 6, 6)),
+    "dp=1024, ZeRO 2": (layout(1, 1024, fsdp=Fsdp(2)), counts(2, 2, 6, 6)),
+    "dp=1024, ZeRO 3": (layout(1, 1024, fsdp=Fsdp(3)), counts(2, 2, 12, 6)),
+    "dp=1024 replicate=8": (layout(1, 1024, replicate=8), counts(3, 2 + 6, 12, 6)),
     "pp=4 dp=256": (layout(4, 256, ONE_BY_ONE, fsdp=Fsdp(1)), counts(4, 2, 2, 2, 8)),
     "dp=256 cp=4, ulysses": (
         layout(1, 256, cp=4, context_parallel="ulysses"),
-        counts(4, 2, 12, 6, 0, 4 * 4),
+        counts(3, 2, 12, 6, 0, 4 * 4),
     ),
     "dp=256 cp=4, gather": (
         layout(1, 256, cp=4, context_parallel="gather"),
-        counts(4, 2, 12 + 4, 6 + 4),
+        counts(3, 2, 12 + 4, 6 + 4),
     ),
 }
 

@@ -12,13 +12,13 @@ from benchmarks.speed import bench as benchmark
 from benchmarks.speed.plain_loops import plain_loop, why_no_plain_loop
 from support.cells import slow
 from support.commands import command
-from titanlike.torch_private.fake_ranks import LiveStorages
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config, Fsdp, Schedule
 from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
+from titanlike.torch_private.fake_ranks import LiveStorages
 from titanlike.training.build import build
 from titanlike.training.train_plan import make_plan
 

@@ -13,7 +13,6 @@ import torch
 from benchmarks.speed.machine import resident_memory
 from benchmarks.speed.plain_loops import plain_loop
 from support.cells import slow
-from titanlike.torch_private.fake_ranks import LiveStorages
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import ActivationCheckpoint, Config, Custom, Fsdp, Schedule
@@ -22,6 +21,7 @@ from titanlike.data.registry import open_data
 from titanlike.device.memory import peak_memory, return_freed_memory
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
+from titanlike.torch_private.fake_ranks import LiveStorages
 from titanlike.torch_private.pipeline_stage import _TORCH_KEEPS_BUFFERS
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import build, memory_is_short

@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 
 from support.cells import cells
-from titanlike.torch_private.fake_ranks import LiveStorages
 from support.models import tiny
 from support.saved_runs import events
 from support.world import RankError, run_world
@@ -32,6 +31,7 @@ from titanlike.metrics.chart import Span
 from titanlike.metrics.timeline_file import Place, RankStep, read_timeline, write
 from titanlike.metrics.timeline_file import Timeline as Recorded
 from titanlike.planning.timeline_report import TimelineReport, report_of
+from titanlike.torch_private.fake_ranks import LiveStorages
 from titanlike.training import loop
 from titanlike.training import timeline as timeline_module
 from titanlike.training.build import build
