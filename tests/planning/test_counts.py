@@ -76,7 +76,7 @@ MORE_LAYOUTS: dict[str, tuple[Config, dict[str, int]]] = {
     "dp=4, ZeRO 1": (layout(1, 4, fsdp=Fsdp(1)), counts(2, 2, 6, 6)),
     "dp=1024, ZeRO 2": (layout(1, 1024, fsdp=Fsdp(2)), counts(2, 2, 6, 6)),
     "dp=1024, ZeRO 3": (layout(1, 1024, fsdp=Fsdp(3)), counts(2, 2, 12, 6)),
-    "dp=1024 replicate=8": (layout(1, 1024, replicate=8), counts(3, 2 + 6, 12, 6)),
+    "dp=1024 replicate=8": (layout(1, 1024, replicate=8), counts(4, 2 + 6, 12, 6)),
     "pp=4 dp=256": (layout(4, 256, ONE_BY_ONE, fsdp=Fsdp(1)), counts(4, 2, 2, 2, 8)),
     "dp=256 cp=4, ulysses": (
         layout(1, 256, cp=4, context_parallel="ulysses"),
