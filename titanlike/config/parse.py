@@ -281,7 +281,8 @@ def _number(value: Any) -> float | None:
     match = re.fullmatch(r"([-+]?[\d_.]+(?:[eE][-+]?\d+)?)([kKmMbBgG]?)", text)
     try:
         scale = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
-        return float(match[1]) * scale[match[2].lower()] if match else None
+        number = float(match[1]) * scale[match[2].lower()] if match else math.inf
+        return number if math.isfinite(number) else None
     except (ValueError, OverflowError):
         return None
 

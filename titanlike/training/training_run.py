@@ -282,7 +282,7 @@ class TrainingRun:
         if not isinstance(batch, Mapping):
             reason, fix = f"is a {type(batch).__name__}", f"a dict of tensors: {', '.join(fields)}"
             raise ConfigError([Problem("batch", "", reason, fix)])
-        problems = []
+        problems: list[Problem] = []
         for name in fields:
             if name in batch:
                 problems += self._field_problems(name, batch[name])
