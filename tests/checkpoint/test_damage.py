@@ -385,7 +385,7 @@ PLANTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "sizes": (with_piece(3, [1]), "that cannot be in rank-00000"),
     "checksums": (with_piece(4, "00"), "has not all checksums of a piece"),
     "pieces that overlap": (overlapping, f"has pieces of {HEAD} that overlap"),
-    "a large index": (lambda index: index.update(x="x" * 2**25), "index.json has more than 17,"),
+    "a large index": (lambda index: index.update(x="x" * 2**25), "index.json has more than "),
     "150,000 pieces": (
         lambda index: index["pieces"]["rank-00000.safetensors"].extend(
             index["pieces"]["rank-00000.safetensors"][:1] * 150_000

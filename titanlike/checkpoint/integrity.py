@@ -190,11 +190,11 @@ def read_index(folder: Storage, marker: str = MARKER) -> Index:
         # a marker made by renaming DAMAGED has the reason above the checksum
         expected = folder.read(marker, _MARK).decode(errors="replace").strip().rpartition("\n")[2]
     with reading(folder, INDEX):
-        # an entry in a file's own header is longer than that in the index; of a file system that
-        # does not tell what is allocated, the size counts
-        files = [(n, size) for n, size in sizes.items() if size and FILE.fullmatch(n)]
-        here = sum(_PACKED * folder.allocated(name) or size for name, size in files)
-        most = min(_MOST_INDEX, _LEAST_INDEX + here)
+        # an entry in a file's own header is longer than that in the index
+        files = {name: size for name, size in sizes.items() if size and FILE.fullmatch(name)}
+        if folder.local and folder.allocated(INDEX):  # else what is allocated is not told
+            files = {name: _PACKED * folder.allocated(name) for name in files}
+        most = min(_MOST_INDEX, _LEAST_INDEX + sum(files.values()))
         text = folder.read(INDEX, most)
         if checksum(text) != expected and OLD_INDEX in sizes:  # its conversion was cut off
             raise _old(folder)
