@@ -220,4 +220,4 @@ def test_the_first_record_of_each_file_is_read_before_a_launch(kind: str, tmp_pa
     assert problems(config) == []
     (broken := sorted(tmp_path.rglob("b.jsonl"))[0]).write_text("{broken")
     (problem,) = problems(config)
-    assert "line 1 is not JSON" in str(problem) and str(broken.parent) in str(problem)
+    assert "line 1: is not JSON" in str(problem) and str(broken.parent) in str(problem)

@@ -40,7 +40,6 @@ from titanlike.data.text import (
     parsed,
     text_of,
 )
-from titanlike.data.token_folder import separated_documents
 from titanlike.data.tokenizer import Tokenizer
 from titanlike.torch_private.loader_worker import read_as_part
 
@@ -341,10 +340,12 @@ class Packed(BaseNode[Tensor]):
             characters += len(row.text)
         if not rows:
             raise StopIteration
+        boundary = torch.tensor([self._tokenizer.boundary], dtype=torch.int32)
         pieces = [self._left]
-        documents = separated_documents(self._tokenizer, (row.text for row in rows))
-        for row, ids in zip(rows, documents, strict=True):
-            pieces.append(torch.from_numpy(ids[not row.begins :].astype(np.int32)))
+        ids = self._tokenizer.encode_many(row.text for row in rows)
+        for row, row_ids in zip(rows, ids, strict=True):
+            pieces += [boundary] * row.begins
+            pieces.append(torch.from_numpy(row_ids.astype(np.int32)))
         self._left = torch.cat(pieces)
 
     def get_state(self) -> State:
