@@ -28,7 +28,7 @@ from torch import Tensor
 from torchdata.nodes import BaseNode, IterableWrapper
 
 from titanlike.data.hf_dataset import row_text
-from titanlike.data.kinds import BadRow
+from titanlike.data.kinds import BadRow, DataError
 from titanlike.data.mixture import Points, weight_at
 from titanlike.data.order import shuffled_index, splitmix64
 from titanlike.data.tables import TABLES
@@ -175,10 +175,8 @@ def _pieces(part: Part, offset: int, _: str) -> Iterator[tuple[Row, int]]:
             try:
                 text = piece.decode()
             except UnicodeDecodeError as error:
-                wrong = BadRow(
-                    f"is not UTF-8 text (byte {begin + error.start:,})", "give UTF-8 text"
-                )
-                raise wrong.of(part.path, "") from None
+                reason = f"is not UTF-8 text (byte {begin + error.start:,})"
+                raise DataError("data.path", part.path, reason, "give UTF-8 text") from None
             if text:
                 yield Row(text, begins), offset
             begins = False
