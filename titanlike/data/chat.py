@@ -46,11 +46,12 @@ from titanlike.data.conversation_forms import (
     with_text_arguments,
     without_nulls,
 )
-from titanlike.data.kinds import BadRow, DataError
+from titanlike.data.kinds import DataError
 from titanlike.data.order import held_out
 from titanlike.data.sources import IGNORE, REAL, Data
 from titanlike.data.tables import TABLES
 from titanlike.data.text import (
+    BadRow,
     check_tokenizer,
     file_states,
     find_files,

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from titanlike.data.kinds import BadRow
+from titanlike.data.text import BadRow
 
 Message = dict[str, Any]  # role, content, weight (0 = no loss)
 Conversation = tuple[str, list[Message], Any]  # format's name ("" = messages), messages, tools

@@ -22,9 +22,10 @@ import numpy as np
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, HFData
 from titanlike.data.folder_splits import folder_splits, saved_files, split_names
-from titanlike.data.kinds import BadRow, DataError, Vocabulary, missing_package
+from titanlike.data.kinds import DataError, Vocabulary, missing_package
 from titanlike.data.tables import TABLES, open_table
 from titanlike.data.text import (
+    BadRow,
     check_tokenizer,
     file_states,
     files_under,

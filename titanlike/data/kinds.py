@@ -53,23 +53,6 @@ class DataError(Refused):
     """An error in a data key of the config, or in a file that it names."""
 
 
-class BadRow(ValueError):
-    """A row of a file that cannot be used. fix: "" = the row itself must be corrected; key, value:
-    of the data's section, if it is to be changed there."""
-
-    fix = "fix or delete that line"
-
-    def __init__(self, reason: str, fix: str = "", key: str = "", value: object = "") -> None:
-        super().__init__(reason)
-        self.fix, self.key, self.value = fix or self.fix, key, value
-
-    def of(self, path: object, place: str) -> DataError:
-        """Return the error of a file. place: the row's, in words; "" = the rest of the file."""
-        if self.key:
-            return DataError(self.key, self.value, f"{place} of {path} {self}", self.fix)
-        return DataError("data.path", path, f"{place}: {self}" if place else str(self), self.fix)
-
-
 def missing_package(key: str, value: object, package: str, extra: str) -> DataError:
     """Return the error for a missing package of an optional extra."""
     fix = f"install it with: pip install 'titanlike[{extra}]'"

@@ -28,11 +28,12 @@ from torch import Tensor
 from torchdata.nodes import BaseNode, IterableWrapper
 
 from titanlike.data.hf_dataset import row_text
-from titanlike.data.kinds import BadRow, DataError
+from titanlike.data.kinds import DataError
 from titanlike.data.mixture import Points, weight_at
 from titanlike.data.order import shuffled_index, splitmix64
 from titanlike.data.tables import TABLES
 from titanlike.data.text import (
+    BadRow,
     documents,
     is_compressed,
     kind_of_file,

@@ -29,7 +29,7 @@ from titanlike.config.errors import Problem, as_override
 from titanlike.config.files import open_regular
 from titanlike.config.schema import ChatData, Config, HFData, MixtureData, StreamData, TextData
 from titanlike.data.folder_splits import saved_files, split_names
-from titanlike.data.kinds import BadRow, DataError, Vocabulary, missing_package
+from titanlike.data.kinds import DataError, Vocabulary, missing_package
 from titanlike.data.tables import TABLES, largest, open_table
 from titanlike.data.token_folder import cached_corpus, separated_documents, vocabulary_of
 from titanlike.data.token_formats import check_is_text
@@ -195,6 +195,24 @@ def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 
 # --- records ------------------------------------------------------------------------------------
+
+
+class BadRow(ValueError):
+    """A row of a file that cannot be used. fix: "" = the row itself must be corrected; key, value:
+    of the data's section, if it is to be changed there."""
+
+    fix = "fix or delete that line"
+
+    def __init__(self, reason: str, fix: str = "", key: str = "", value: object = "") -> None:
+        super().__init__(reason)
+        self.fix, self.key, self.value = fix or self.fix, key, value
+
+    def of(self, path: object, place: str) -> DataError:
+        """Return the error of a file. place: the row's, in words; "" = the rest of the file."""
+        if self.key:
+            return DataError(self.key, self.value, f"{place} of {path} {self}", self.fix)
+        return DataError("data.path", path, f"{place}: {self}" if place else str(self), self.fix)
+
 
 Skip = Callable[[Path, int, str], object]  # of a file, a record's number or 0, and the reason
 
