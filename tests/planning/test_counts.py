@@ -63,7 +63,6 @@ def counts(*numbers: int) -> dict[str, int]:
 # the embedding; eight microbatches. In all: tokens, and the norm with the loss of all ranks.
 ONE_BY_ONE = Schedule("1f1b", 8)
 LAYOUTS: dict[str, tuple[Config, dict[str, int]]] = {
-    "dp=1024, ZeRO 1": (layout(1, 1024, fsdp=Fsdp(1)), counts(2, 2, 6, 6)),
     # the inputs of attention and of the MLP are gathered again in each backward
     "pp=4 dp=64 tp=4": (layout(4, 64, ONE_BY_ONE, tp=4), counts(6, 4, 42 + 2 * 8, 42, 8)),
     "dp=256 cp=4, ring": (
@@ -74,6 +73,7 @@ LAYOUTS: dict[str, tuple[Config, dict[str, int]]] = {
 }
 MORE_LAYOUTS: dict[str, tuple[Config, dict[str, int]]] = {
     "dp=4, ZeRO 1": (layout(1, 4, fsdp=Fsdp(1)), counts(2, 2, 6, 6)),
+    "dp=1024, ZeRO 1": (layout(1, 1024, fsdp=Fsdp(1)), counts(2, 2, 6, 6)),
     "dp=1024, ZeRO 2": (layout(1, 1024, fsdp=Fsdp(2)), counts(2, 2, 6, 6)),
     "dp=1024, ZeRO 3": (layout(1, 1024, fsdp=Fsdp(3)), counts(2, 2, 12, 6)),
     "dp=1024 replicate=8": (layout(1, 1024, replicate=8), counts(4, 2 + 6, 12, 6)),
