@@ -20,8 +20,9 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from titanlike.config.errors import override_text  # noqa: E402
-from titanlike.config.schema import VARIANTS, Config, Model  # noqa: E402
+from titanlike.core.config.errors import override_text  # noqa: E402
+from titanlike.core.config.groups.user_code import Model  # noqa: E402
+from titanlike.core.config.schema import VARIANTS, Config  # noqa: E402
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -74,8 +75,8 @@ def _key(field: dataclasses.Field, prefix: str) -> tuple[str, ...]:
 
 def schedules() -> str:
     """Bubble, activations and messages of each schedule, walked through its Order."""
-    from titanlike.costs.simulate import equal_stages, in_flight, simulate
-    from titanlike.pipeline.schedules import SCHEDULES
+    from titanlike.core.pipeline.schedules import SCHEDULES
+    from titanlike.plan.costs.simulate import equal_stages, in_flight, simulate
 
     rows = []
     for name, schedule in SCHEDULES.items():
@@ -96,13 +97,13 @@ def schedules() -> str:
 
 def pictures() -> None:
     """docs/pictures: a plan of each schedule, of the default model with longer sequences."""
-    from titanlike.config.parse import parse
-    from titanlike.metrics.chart_picture import draw
-    from titanlike.pipeline.schedules import SCHEDULES
-    from titanlike.planning.auto_schedule import with_found_order
-    from titanlike.planning.estimate import make_estimate
-    from titanlike.planning.estimate_text import chart_of
-    from titanlike.planning.known_hardware import shipped
+    from titanlike.core.config.parse import parse
+    from titanlike.core.pipeline.schedules import SCHEDULES
+    from titanlike.plan.auto_schedule import with_found_order
+    from titanlike.plan.estimate import make_estimate
+    from titanlike.plan.estimate_text import chart_of
+    from titanlike.plan.known_hardware import shipped
+    from titanlike.watch.chart_picture import draw
 
     folder = ROOT / "docs" / "pictures"
     folder.mkdir(exist_ok=True)
@@ -123,14 +124,14 @@ def pictures() -> None:
 
 def styles() -> str:
     """How a plan of tensor parallelism divides a module."""
-    from titanlike.parallel.tp.plan import STYLES
+    from titanlike.techniques.tp.plan import STYLES
 
     return _table(("style", "what is sharded"), [(f"`{n}`", text) for n, text in STYLES.items()])
 
 
 def families() -> str:
     """The families of Hugging Face decoders that are tested."""
-    from titanlike.models.hf_config import FAMILIES
+    from titanlike.hf.hf_config import FAMILIES
 
     return "\n".join(_wrapped(", ".join(FAMILIES) + "."))
 
@@ -138,14 +139,15 @@ def families() -> str:
 def rooms() -> str:
     """The rooms, from the top of the import contract to the bottom, by their docstrings."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    contract = project["tool"]["importlinter"]["contracts"][0]
-    names = [name for layer in contract["layers"] for name in layer.split(" | ")]
     rows = []
-    for name in names:
-        if (ROOT / "titanlike" / name).is_dir():
-            text = inspect.getdoc(import_module(f"titanlike.{name}")) or ""
-            sentence = re.split(r"(?<=\.)\s", " ".join(text.split("\n\n")[0].split()))[0]
-            rows.append((f"`titanlike/{name}/`", sentence))
+    for contract in project["tool"]["importlinter"]["contracts"][:2]:  # the rooms, and the core's
+        within = contract["containers"][0]
+        for name in (name for layer in contract["layers"] for name in layer.split(" | ")):
+            folder = f"{within}.{name}"
+            if (ROOT / folder.replace(".", "/")).is_dir():
+                text = inspect.getdoc(import_module(folder)) or ""
+                sentence = re.split(r"(?<=\.)\s", " ".join(text.split("\n\n")[0].split()))[0]
+                rows.append((f"`{folder.replace('.', '/')}/`", sentence))
     return _table(("room", "what it is for"), rows)
 
 
@@ -153,18 +155,18 @@ def closures() -> str:
     """How much of titanlike each command imports, at most."""
     import yaml
 
-    rows = yaml.safe_load((ROOT / "tests/driver/closures.yaml").read_text(encoding="utf-8"))
+    rows = yaml.safe_load((ROOT / "tests/run/closures.yaml").read_text(encoding="utf-8"))
     told = [(f"`{r['command']}`", str(r["files"]), f"{r['lines']:,}") for r in rows]
     return _table(("command", "files", "lines"), told)
 
 
 _TOUR = {
-    "models/llama.py": "a model: shapes, no parallelism",
-    "pipeline/schedules.py": "schedules as plain data, a paper a function",
-    "graph/cut.py": "the recorded forward, cut into stages",
-    "training/build.py": "this rank's stages: changed, sharded, filled",
-    "training/step.py": "forward and backward, clip, update",
-    "training/loop.py": "steps, validation, checkpoints, stops",
+    "core/models/llama.py": "a model: shapes, no parallelism",
+    "core/pipeline/schedules.py": "schedules as plain data, a paper a function",
+    "core/graph/cut.py": "the recorded forward, cut into stages",
+    "core/training/build.py": "this rank's stages: changed, sharded, filled",
+    "core/training/step.py": "forward and backward, clip, update",
+    "core/training/loop.py": "steps, validation, checkpoints, stops",
 }
 
 
@@ -180,7 +182,7 @@ def main_path() -> str:
     """The files on the way from train.py to the optimizer's step."""
     import yaml
 
-    path = ROOT / "tests/driver/main_path.yaml"
+    path = ROOT / "tests/run/main_path.yaml"
     files = yaml.safe_load(path.read_text(encoding="utf-8"))["files"]
     counts = {f: len((ROOT / "titanlike" / f).read_text().splitlines()) for f in files}
     rows = [(f"`titanlike/{name}`", str(counts[name]), does) for name, does in files.items()]
@@ -192,10 +194,11 @@ def stage_source() -> str:
     import torch
     import yaml
 
-    from titanlike.config.schema import Schedule, SyntheticData
-    from titanlike.graph.stage import Stage
-    from titanlike.models.registry import build_model
-    from titanlike.training.train_plan import make_plan
+    from titanlike.core.config.groups.data import SyntheticData
+    from titanlike.core.config.groups.pipeline import Schedule
+    from titanlike.core.graph.stage import Stage
+    from titanlike.core.models.registry import build_model
+    from titanlike.core.training.train_plan import make_plan
 
     sizes = yaml.safe_load((ROOT / "conf/model/llama_tiny.yaml").read_text())
     layers = next(key for key in sizes if "layers" in key)

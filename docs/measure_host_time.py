@@ -18,7 +18,8 @@ def main() -> None:
     from benchmarks.speed.bench import bench
     from support.models import tiny
     from support.world import run_world
-    from titanlike.config.schema import Fsdp, Schedule
+    from titanlike.core.config.groups.computation import Fsdp
+    from titanlike.core.config.groups.pipeline import Schedule
 
     layouts = {
         "one process": tiny(1, 1),

@@ -20,16 +20,18 @@ def main() -> None:
     from support.live_memory import measured
     from support.models import tiny
     from support.world import run_world
-    from titanlike.config.schema import (
+    from titanlike.core.config.groups.computation import (
         ActivationCheckpoint,
-        Custom,
         EveryActivationCheckpoint,
+        SelectiveActivationCheckpoint,
+    )
+    from titanlike.core.config.groups.pipeline import (
         LoopedSchedule,
         LoopedZeroBubbleSchedule,
         Schedule,
-        SelectiveActivationCheckpoint,
         ZeroBubbleSchedule,
     )
+    from titanlike.core.config.groups.user_code import Custom
 
     schedules = [Schedule("1f1b", 8), LoopedSchedule(microbatches=8)]
     for gradients in ("deferred", "together"):

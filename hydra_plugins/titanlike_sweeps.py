@@ -19,11 +19,11 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from titanlike.config.overrides import to_hydra
+from titanlike.core.config.overrides import to_hydra
 
 if TYPE_CHECKING:
-    from titanlike.driver.drive import Task
-    from titanlike.driver.sweep_jobs import Composed
+    from titanlike.run.drive import Task
+    from titanlike.run.sweep_jobs import Composed
 
 # defaults of hydra.sweeper and hydra.launcher; `params` are the overrides of a sweep written in a
 # file, everything else is set in the config group `sweep`
@@ -73,7 +73,7 @@ class JobLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """Run a batch of jobs that are not done; a job that failed has no return_value."""
-        from titanlike.driver.sweep_jobs import run_jobs
+        from titanlike.run.sweep_jobs import run_jobs
 
         setup_globals()
         sweep_run = self.task.sweep_run
@@ -89,9 +89,9 @@ class JobLauncher(Launcher):
         return returns
 
     def _composed(self, number: int, overrides: list[str]) -> Composed:
-        from titanlike.config.errors import Problem
-        from titanlike.driver.argv import one_line
-        from titanlike.driver.overrides import parsed
+        from titanlike.core.config.errors import Problem
+        from titanlike.run.argv import one_line
+        from titanlike.run.overrides import parsed
 
         try:
             composed = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)

@@ -1,48 +1,51 @@
 """Declarative pretraining in several dimensions of parallelism. Start reading at `cli.py`, then
-`training/loop.py`. The Python interface (`titanlike.config`, `train`, `build` and others) is
-library.py, imported on first use."""
+`core/training/loop.py`. What users import is here, each name from its room on first use."""
 
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import titanlike.config as _config
-
 if TYPE_CHECKING:
-    from titanlike.config.errors import ConfigError as ConfigError
+    from titanlike.core.config.errors import ConfigError as ConfigError
+    from titanlike.core.data.sources import IGNORE as IGNORE
+    from titanlike.core.data.sources import Data as Data
+    from titanlike.core.models.attention import attention as attention
+    from titanlike.core.models.documents import attention_inputs as attention_inputs
+    from titanlike.core.pipeline.order import Action as Action
+    from titanlike.core.pipeline.order import Order as Order
     from titanlike.library import Callback as Callback
     from titanlike.library import build as build
     from titanlike.library import compose as config  # noqa: F401
     from titanlike.library import open_data as open_data
     from titanlike.library import plan as plan
     from titanlike.library import train as train
-    from titanlike.training.training_run import StepOutput as StepOutput
-    from titanlike.training.training_run import TrainingRun as TrainingRun
+    from titanlike.use.training_run import StepOutput as StepOutput
+    from titanlike.use.training_run import TrainingRun as TrainingRun
 
 __version__ = "0.1.0"
-_LIBRARY = ("build", "open_data", "plan", "train", "Callback")
-_LOOP = ("StepOutput", "TrainingRun")
-__all__ = ["ConfigError", "config", *_LIBRARY, *_LOOP]
+_ROOMS = {  # name -> the module that it is imported from, with its name there if it is another
+    "Action": "core.pipeline.order",
+    "attention": "core.models.attention",
+    "attention_inputs": "core.models.documents",
+    "IGNORE": "core.data.sources",
+    "Callback": "library",
+    "ConfigError": "core.config.errors",
+    "Data": "core.data.sources",
+    "Order": "core.pipeline.order",
+    "StepOutput": "use.training_run",
+    "TrainingRun": "use.training_run",
+    "build": "library",
+    "config": "library:compose",
+    "open_data": "library",
+    "plan": "library",
+    "train": "library",
+}
+__all__ = [*_ROOMS]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LIBRARY:
-        return getattr(importlib.import_module("titanlike.library"), name)
-    if name in _LOOP:
-        return getattr(importlib.import_module("titanlike.training.training_run"), name)
-    if name == "ConfigError":
-        return importlib.import_module("titanlike.config.errors").ConfigError
-    raise AttributeError(f"module 'titanlike' has no attribute {name!r}")
-
-
-class _CallableRoom(ModuleType):
-    """`titanlike.config`: a package, and when called a function that composes a config."""
-
-    def __call__(self, *overrides: str, **values: Any) -> Any:
-        return importlib.import_module("titanlike.library").compose(*overrides, **values)
-
-
-sys.modules[_config.__name__].__class__ = _CallableRoom
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'titanlike' has no attribute {name!r}")
+    module, _, theirs = _ROOMS[name].partition(":")
+    return getattr(importlib.import_module(f"titanlike.{module}"), theirs or name)

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
-    from titanlike.launch.local import PrestartedWorkers
+    from titanlike.run.local import PrestartedWorkers
 
 ExitCode = int | str | None  # as sys.exit takes it
 
@@ -49,7 +49,7 @@ class Command(NamedTuple):
 
 
 JOBS = {
-    "train": Command("training.loop.train", "train a model (default)"),
+    "train": Command("core.training.loop.train", "train a model (default)"),
     "verify": Command(
         "proof.verify.verify",
         "compare a layout with one process of plain torch",
@@ -58,14 +58,14 @@ JOBS = {
         folder="verify",
     ),
     "sample": Command(
-        "training.checkpoint_jobs.sample",
+        "use.checkpoint_jobs.sample",
         "write text in a run's own layout",
         "Continues sample.prompts with the newest checkpoint of a run, in any layout: --config-path RUN. "
         "For a model that fits one process `titanlike generate RUN` is faster.",
         folder="samples",
     ),
     "perplexity": Command(
-        "training.checkpoint_jobs.perplexity",
+        "use.checkpoint_jobs.perplexity",
         "the loss of a run on any data",
         "Evaluates the newest checkpoint of a run on evaluate.part of the data, in any layout: "
         "--config-path RUN. `titanlike evaluate RUN` calls it.",
@@ -73,17 +73,18 @@ JOBS = {
     ),
 }
 TOOLS = {
-    "plan": Command("driver.tools.plan", "what a run will cost, before it is paid for"),
-    "timeline": Command("driver.tools.timeline", "what each rank did, compared with the plan"),
-    "checkpoint": Command("checkpoint.commands.main", "list, verify, convert checkpoints"),
-    "tokenize": Command("data.tokenize_corpus.main", "a corpus of many files as token ids"),
-    "export": Command("checkpoint.hf_export.main", "write a checkpoint for transformers"),
-    "generate": Command("generation.commands.generate_main", "write text with a trained model"),
+    "plan": Command("run.tools.plan", "what a run will cost, before it is paid for"),
+    "timeline": Command("run.tools.timeline", "what each rank did, compared with the plan"),
+    "checkpoint": Command("use.checkpoint_commands.main", "list, verify, convert checkpoints"),
+    "tokenize": Command("formats.tokenize_corpus.main", "a corpus of many files as token ids"),
+    "export": Command("hf.hf_export.main", "write a checkpoint for transformers"),
+    "generate": Command("use.generation_commands.generate_main", "write text with a trained model"),
     "evaluate": Command(
-        "generation.commands.evaluate_main", "perplexity, bits a byte, and lm-evaluation-harness"
+        "use.generation_commands.evaluate_main",
+        "perplexity, bits a byte, and lm-evaluation-harness",
     ),
-    "report": Command("driver.tools.report", "runs as one page: report.html"),
-    "scripts": Command("driver.tools.scripts", "copy the job scripts of a cluster"),
+    "report": Command("run.tools.report", "runs as one page: report.html"),
+    "scripts": Command("run.tools.scripts", "copy the job scripts of a cluster"),
 }
 LISTED = {  # shown in --help
     "plan and train": ("train", "verify", "plan", "tokenize", "scripts"),
@@ -116,7 +117,7 @@ def run_as_process(call: Callable[[], object]) -> NoReturn:
         call()
     except SystemExit as end:
         code = end.code
-    from titanlike.launch.process_end import leave
+    from titanlike.core.launch.process_end import leave
 
     leave(code)
 
@@ -125,7 +126,7 @@ def main(command: str | None = None) -> None:
     """Run `command`; None = the one that the first word names, else train."""
     import pkgutil
 
-    from titanlike.config.program import set_program
+    from titanlike.core.config.program import set_program
 
     _open_closed_streams()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, exit codes of children are lost
@@ -136,14 +137,14 @@ def main(command: str | None = None) -> None:
     typed = _take_command() if command is None else None
     set_program(typed)
     if sys.argv[1:] == ["--version"]:
-        from titanlike.driver.tools import versions
+        from titanlike.run.tools import versions
 
         print(versions())
         return
     list_commands = command is None and typed is None
     command = command or typed or "train"
     if command in TOOLS:
-        from titanlike.config.program import print_printably
+        from titanlike.core.config.program import print_printably
 
         print_printably()
         tool = f"titanlike.{TOOLS[command].function}"
@@ -164,7 +165,7 @@ def start_job(
     result_dir: where a sweep's job writes result.json if it is refused before it has a run_dir.
     checked: whether the sweep has checked this job's config.
     """
-    from titanlike.launch.process_end import no_garbage_collection
+    from titanlike.core.launch.process_end import no_garbage_collection
 
     if os.getcwd() not in sys.path and not sys.flags.safe_path:
         sys.path.append(os.getcwd())  # for user code that Hydra imports
@@ -174,7 +175,7 @@ def start_job(
 
 def _until_a_signal(call: Callable[[], ExitCode]) -> ExitCode:
     """Return `call()`. A signal that it does not handle ends the process, with one line."""
-    from titanlike.launch.signals import Interrupted, exit_now, interruptible
+    from titanlike.core.launch.signals import Interrupted, exit_now, interruptible
 
     try:
         with interruptible() as received:
@@ -190,10 +191,15 @@ def _until_a_signal(call: Callable[[], ExitCode]) -> ExitCode:
 
 def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked: bool) -> ExitCode:
     """Run this process' part of a job: the driver's, or a following rank's."""
-    from titanlike.config.errors import ConfigError
-    from titanlike.driver.job import JobRunner, print_problems
-    from titanlike.launch.environment import RestartState, adopt_slurm, check_launcher, is_restart
-    from titanlike.launch.signals import die_with_parent
+    from titanlike.core.config.errors import ConfigError
+    from titanlike.core.launch.environment import (
+        RestartState,
+        adopt_slurm,
+        check_launcher,
+        is_restart,
+    )
+    from titanlike.core.launch.signals import die_with_parent
+    from titanlike.run.job import JobRunner, print_problems
 
     try:
         adopt_slurm()
@@ -206,12 +212,12 @@ def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked
         die_with_parent(os.getppid(), signal.SIGTERM)
     alone = before_ranks or int(os.environ.get("WORLD_SIZE", "1")) == 1
     if not alone:
-        from titanlike.launch.torchrun import TorchrunRanks
+        from titanlike.core.launch.torchrun import TorchrunRanks
 
         ranks = TorchrunRanks()
         if ranks.rank > 0:
             return ranks.run_follower()
-    from titanlike.driver.drive import drive  # imports Hydra, which the followers do not need
+    from titanlike.run.drive import drive  # imports Hydra, which the followers do not need
 
     if alone:
         restart_state = RestartState.load()
@@ -220,7 +226,7 @@ def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked
 
             @functools.cache
             def workers() -> PrestartedWorkers:
-                from titanlike.launch.local import PrestartedWorkers
+                from titanlike.run.local import PrestartedWorkers
 
                 return resources.enter_context(PrestartedWorkers())
 
@@ -255,7 +261,7 @@ def _take_command() -> str | None:
     if word in commands:
         return sys.argv.pop(1)
     if re.fullmatch(r"[a-z][a-z_-]*", word):
-        from titanlike.config.errors import nearest
+        from titanlike.core.config.errors import nearest
 
         near = nearest(word, commands)
         hint = f"did you mean {near}?" if near else f"commands: {', '.join(commands)}"
@@ -266,8 +272,8 @@ def _take_command() -> str | None:
 
 
 def _print_help(command: str, list_commands: bool) -> None:
-    from titanlike.config.help import command_help, help_on, help_text
-    from titanlike.config.program import program, train_program
+    from titanlike.core.config.program import program, train_program
+    from titanlike.run.help import command_help, help_on, help_text
 
     if os.environ.get("RANK", "0") != "0":
         return

@@ -22,36 +22,37 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlike.config import validate
-from titanlike.config.errors import ConfigError, Problem, nearest, override_text, quoted
-from titanlike.config.imports import named_code
-from titanlike.config.parse import to_plain
-from titanlike.config.program import set_caller
-from titanlike.config.schema import Config, SyntheticData
-from titanlike.data import registry
-from titanlike.data.kinds import DataError
-from titanlike.data.sources import Data
-from titanlike.device.accelerator import is_accelerator
-from titanlike.device.choose import choose_device, start_device
-from titanlike.distributed.mesh import join_group, open_mesh
-from titanlike.distributed.places import compare_places
-from titanlike.driver.argv import complete_args, parse_argv
-from titanlike.driver.job import TRAIN, JobRunner, config_problems
-from titanlike.driver.overrides import check_overrides
-from titanlike.launch.environment import RestartState, adopt_slurm, is_restart
-from titanlike.launch.failures import JobFailed
-from titanlike.launch.local import PrestartedWorkers
-from titanlike.launch.rendezvous import barrier, in_words
-from titanlike.launch.worker import Worker
-from titanlike.models.registry import resolve_model
-from titanlike.torch_private.process_groups import default_store
-from titanlike.training import build as building
-from titanlike.training.same_data import refuse_other_data
-from titanlike.training.session import open_data_on_every_rank
-from titanlike.training.training_run import TrainingRun
+from titanlike.core.config import validate
+from titanlike.core.config.errors import ConfigError, Problem, nearest, override_text, quoted
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.imports import named_code
+from titanlike.core.config.parse import to_plain
+from titanlike.core.config.program import set_caller
+from titanlike.core.config.schema import Config
+from titanlike.core.data import registry
+from titanlike.core.data.kinds import DataError
+from titanlike.core.data.sources import Data
+from titanlike.core.device.accelerator import is_accelerator
+from titanlike.core.device.choose import choose_device, start_device
+from titanlike.core.distributed.mesh import join_group, open_mesh
+from titanlike.core.distributed.places import compare_places
+from titanlike.core.launch.environment import RestartState, adopt_slurm, is_restart
+from titanlike.core.launch.failures import JobFailed
+from titanlike.core.launch.rendezvous import barrier, in_words
+from titanlike.core.launch.worker import Worker
+from titanlike.core.models.registry import resolve_model
+from titanlike.core.torch_private.process_groups import default_store
+from titanlike.core.training import build as building
+from titanlike.core.training.same_data import refuse_other_data
+from titanlike.core.training.session import open_data_on_every_rank
+from titanlike.run.argv import complete_args, parse_argv
+from titanlike.run.job import TRAIN, JobRunner, config_problems
+from titanlike.run.local import PrestartedWorkers
+from titanlike.run.overrides import check_overrides
+from titanlike.use.training_run import TrainingRun
 
 if TYPE_CHECKING:
-    from titanlike.planning.estimate import Estimate
+    from titanlike.plan.estimate import Estimate
 
 
 class Callback(Protocol):
@@ -113,9 +114,9 @@ def plan(config: Config) -> Estimate:
     In a notebook the result is shown as tables and a picture. Raises ConfigError.
     """
     _needs_config(config)
-    from titanlike.planning.estimate import make_estimate
-    from titanlike.planning.estimate_text import ShownEstimate
-    from titanlike.planning.known_hardware import planned_hardware
+    from titanlike.plan.estimate import make_estimate
+    from titanlike.plan.estimate_text import ShownEstimate
+    from titanlike.plan.known_hardware import planned_hardware
 
     named = config.hardware.name != "none"  # otherwise guess this machine's
     estimate = make_estimate(config, planned_hardware(config) if named else None)
@@ -151,7 +152,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> float | None:
             runner = JobRunner(TRAIN, "", None, state, workers=lambda: workers, callbacks=hooks)
             end = runner.run(config, [], run_dir, [])
     else:
-        from titanlike.launch.torchrun import TorchrunRanks
+        from titanlike.core.launch.torchrun import TorchrunRanks
 
         ranks = TorchrunRanks(hooks)
         if ranks.rank > 0:

@@ -28,22 +28,23 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout that is not installed
 
-from titanlike.checkpoint.checkpointer import Checkpointer, Progress  # noqa: E402
-from titanlike.checkpoint.integrity import read_index  # noqa: E402
-from titanlike.checkpoint.storage import Storage  # noqa: E402
 from titanlike.cli import start_job  # noqa: E402
-from titanlike.config.program import set_program  # noqa: E402
-from titanlike.config.schema import Checkpoint, Config  # noqa: E402
-from titanlike.data.loader import batches  # noqa: E402
-from titanlike.distributed.mesh import close_mesh, open_mesh  # noqa: E402
-from titanlike.launch.worker import Worker  # noqa: E402
-from titanlike.metrics import units  # noqa: E402
-from titanlike.metrics.console import Console  # noqa: E402
-from titanlike.metrics.run_files import Events  # noqa: E402
-from titanlike.training.anomalies import AnomalyDetector  # noqa: E402
-from titanlike.training.build import Run, build  # noqa: E402
-from titanlike.training.session import open_data_on_every_rank  # noqa: E402
-from titanlike.training.step import measured_step  # noqa: E402
+from titanlike.core.checkpoint.checkpointer import Checkpointer, Progress  # noqa: E402
+from titanlike.core.checkpoint.integrity import read_index  # noqa: E402
+from titanlike.core.checkpoint.storage import Storage  # noqa: E402
+from titanlike.core.config.groups.jobs import Checkpoint  # noqa: E402
+from titanlike.core.config.program import set_program  # noqa: E402
+from titanlike.core.config.schema import Config  # noqa: E402
+from titanlike.core.data.loader import batches  # noqa: E402
+from titanlike.core.distributed.mesh import close_mesh, open_mesh  # noqa: E402
+from titanlike.core.launch.worker import Worker  # noqa: E402
+from titanlike.core.metrics import units  # noqa: E402
+from titanlike.core.metrics.console import Console  # noqa: E402
+from titanlike.core.metrics.run_files import Events  # noqa: E402
+from titanlike.core.training.anomalies import AnomalyDetector  # noqa: E402
+from titanlike.core.training.build import Run, build  # noqa: E402
+from titanlike.core.training.session import open_data_on_every_rank  # noqa: E402
+from titanlike.core.training.step import measured_step  # noqa: E402
 
 MODES: tuple[Literal["sync", "async", "async_pinned"], ...]
 MODES = ("sync", "async", "async_pinned")

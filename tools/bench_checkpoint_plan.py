@@ -21,8 +21,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout that is not installed
 
-from titanlike.checkpoint.format import WrittenFile, dump_index, parse_index  # noqa: E402
-from titanlike.checkpoint.writer import _keys, assign  # noqa: E402
+from titanlike.core.checkpoint.format import WrittenFile, dump_index, parse_index  # noqa: E402
+from titanlike.core.checkpoint.writer import _keys, assign  # noqa: E402
 
 PIPELINE, BLOCKS, MATRICES, ROWS = (
     16,

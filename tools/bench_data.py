@@ -21,14 +21,16 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout that is not installed
 
-from titanlike.config.program import argument_parser  # noqa: E402
-from titanlike.config.schema import Config, Custom, MixtureData, SyntheticData, TextData, TokenData  # noqa: E402
-from titanlike.data.loader import batches  # noqa: E402
-from titanlike.data.registry import open_data  # noqa: E402
-from titanlike.data.tokenize_corpus import Settings, tokenize_corpus_files  # noqa: E402
-from titanlike.metrics import units  # noqa: E402
-from titanlike.metrics.console import Console  # noqa: E402
-from titanlike.models.registry import build_model  # noqa: E402
+from titanlike.core.config.groups.data import MixtureData, SyntheticData, TextData, TokenData  # noqa: E402
+from titanlike.core.config.groups.user_code import Custom  # noqa: E402
+from titanlike.core.config.program import argument_parser  # noqa: E402
+from titanlike.core.config.schema import Config  # noqa: E402
+from titanlike.core.data.loader import batches  # noqa: E402
+from titanlike.core.data.registry import open_data  # noqa: E402
+from titanlike.core.metrics import units  # noqa: E402
+from titanlike.core.metrics.console import Console  # noqa: E402
+from titanlike.core.models.registry import build_model  # noqa: E402
+from titanlike.formats.tokenize_corpus import Settings, tokenize_corpus_files  # noqa: E402
 
 _MIN_STEPS = 20  # of a measurement
 

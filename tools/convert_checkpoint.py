@@ -20,10 +20,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from titanlike.checkpoint import integrity
-from titanlike.checkpoint.format import WORDS, SavedTensor, checksum
-from titanlike.checkpoint.staging import write_pieces
-from titanlike.checkpoint.storage import (
+from titanlike.core.checkpoint import integrity
+from titanlike.core.checkpoint.format import WORDS, SavedTensor, checksum
+from titanlike.core.checkpoint.staging import write_pieces
+from titanlike.core.checkpoint.storage import (
     INDEX,
     MARKER,
     OLD_INDEX,
@@ -32,9 +32,9 @@ from titanlike.checkpoint.storage import (
     Storage,
     error_line,
 )
-from titanlike.config.files import parse_object
-from titanlike.data.kinds import READERS
-from titanlike.data.stream_source import dumped
+from titanlike.core.config.files import parse_object
+from titanlike.core.data.kinds import READERS
+from titanlike.formats.stream_source import dumped
 
 _DCP = "torch.distributed.checkpoint"
 _FILES, _MOST = "files.json", 2**30  # sizes and checksums; bytes of a small file

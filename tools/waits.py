@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout that is not installed
 
 from titanlike.cli import start_job  # noqa: E402
-from titanlike.config.program import set_program  # noqa: E402
+from titanlike.core.config.program import set_program  # noqa: E402
 
 if __name__ == "__main__":
     set_program()

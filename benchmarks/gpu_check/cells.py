@@ -24,11 +24,11 @@ from typing import Any
 import yaml
 
 from benchmarks.gpu_check.stacks import where_ranks_stand
-from titanlike.config.schema import MESH_AXES
-from titanlike.launch.environment import child_environment
-from titanlike.launch.heartbeat import Beat, read_beats
-from titanlike.launch.signals import die_with_parent
-from titanlike.metrics.summary import jsonl_records
+from titanlike.core.config.schema import MESH_AXES
+from titanlike.core.launch.environment import child_environment
+from titanlike.core.launch.heartbeat import Beat, read_beats
+from titanlike.core.launch.signals import die_with_parent
+from titanlike.core.metrics.summary import jsonl_records
 
 KINDS = {  # kind of check -> what passes
     "verify": "the layout trains as one process in plain torch: schedules, ZeRO levels, bf16, compile",

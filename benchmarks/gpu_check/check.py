@@ -31,13 +31,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu_check.cells import KINDS, Cell, Outcome, plan, run_cell
-from titanlike.config.files import atomic_write_text, make_new_folder, read_object
-from titanlike.config.program import argument_parser, exit_code
-from titanlike.launch.environment import available_cores, child_environment
-from titanlike.launch.signals import StopRequest, die_with_parent, interruptible
-from titanlike.metrics import units
-from titanlike.metrics.console import shorten
-from titanlike.metrics.run_files import own_version
+from titanlike.core.config.files import atomic_write_text, make_new_folder, read_object
+from titanlike.core.config.program import argument_parser, exit_code
+from titanlike.core.launch.environment import available_cores, child_environment
+from titanlike.core.launch.signals import StopRequest, die_with_parent, interruptible
+from titanlike.core.metrics import units
+from titanlike.core.metrics.console import shorten
+from titanlike.core.metrics.run_files import own_version
 
 _END = "exit code: 0 everything that ran passed, 1 something failed, 2 nothing could be run"
 _MOST_RANKS = 8  # of a cell, if there are fewer GPUs

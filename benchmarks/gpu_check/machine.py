@@ -4,8 +4,8 @@ import json
 
 import torch
 
-from titanlike.device.accelerator import accelerator, count, name, nccl_version
-from titanlike.device.memory import total_memory
+from titanlike.core.device.accelerator import accelerator, count, name, nccl_version
+from titanlike.core.device.memory import total_memory
 
 versions = {"torch": torch.__version__, "CUDA": torch.version.cuda, "ROCm": torch.version.hip}
 devices = [torch.device(accelerator() or "cpu", index) for index in range(count())]

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlike.launch.signals import STACKS
+from titanlike.core.launch.signals import STACKS
 
 _ANSWER = 1.0  # seconds to wait for a process' stacks
 _FRAMES = 8  # innermost frames shown of a rank's stack

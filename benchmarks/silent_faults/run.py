@@ -74,10 +74,10 @@ def detect(layout: str, folder: Path, golden: bool, alone: bool) -> dict[str, An
     What compares with a golden run is left to `judged`."""
     import support.world
     from support.world import RankError, run_world
-    from titanlike.config.errors import ConfigError
+    from titanlike.core.config.errors import ConfigError
+    from titanlike.core.training.loop import train  # noqa: F401
     from titanlike.library import compose
     from titanlike.proof.verify import verify
-    from titanlike.training.loop import train  # noqa: F401
 
     # the ranks are forks of this process, which has imported what they need
     support.world.fork_context = lambda: multiprocessing.get_context("fork")
@@ -115,7 +115,7 @@ def words_of(layout: str) -> list[str]:
 
 def curve(config: Any, worker: Any) -> dict[str, Any]:
     """Train; losses and gradient norms of the steps."""
-    from titanlike.training.loop import train
+    from titanlike.core.training.loop import train
 
     train(config, worker)
     lines = (worker.run_dir / "metrics.jsonl").read_text().splitlines() if worker.rank == 0 else []

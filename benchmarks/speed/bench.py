@@ -25,27 +25,27 @@ import torch.distributed as dist
 from benchmarks.speed.machine import profile_words, resident_memory
 from benchmarks.speed.plain_loops import plain_loop, why_no_plain_loop
 from benchmarks.speed.step_kinds import GAPS, KINDS, draw, seconds_by_kind
-from titanlike.config import files
-from titanlike.config.errors import Refused
-from titanlike.config.schema import Config
-from titanlike.data.loader import batches
-from titanlike.data.sources import Data
-from titanlike.device.accelerator import synchronize
-from titanlike.device.choose import choose_device, ranks_of
-from titanlike.device.memory import peak_memory
-from titanlike.distributed.mesh import Mesh
-from titanlike.launch.worker import Worker
-from titanlike.metrics import units
-from titanlike.metrics.console import Console
-from titanlike.metrics.sinks import JsonlSink
-from titanlike.training.anomalies import AnomalyDetector
-from titanlike.training.build import Run, StepPhases, build
-from titanlike.training.device_batches import batches_for
-from titanlike.training.first_batch import compile_blocks
-from titanlike.training.profile import ProfilerRanges, trace_profiler
-from titanlike.training.session import connected, open_data_on_every_rank
-from titanlike.training.step import finish_step, forward_backward, update
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config import files
+from titanlike.core.config.errors import Refused
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.sources import Data
+from titanlike.core.device.accelerator import synchronize
+from titanlike.core.device.choose import choose_device, ranks_of
+from titanlike.core.device.memory import peak_memory
+from titanlike.core.distributed.mesh import Mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics import units
+from titanlike.core.metrics.console import Console
+from titanlike.core.metrics.sinks import JsonlSink
+from titanlike.core.training.anomalies import AnomalyDetector
+from titanlike.core.training.build import Run, StepPhases, build
+from titanlike.core.training.device_batches import batches_for
+from titanlike.core.training.first_batch import compile_blocks
+from titanlike.core.training.session import connected, open_data_on_every_rank
+from titanlike.core.training.step import finish_step, forward_backward, update
+from titanlike.core.training.train_plan import make_plan
+from titanlike.watch.profile import ProfilerRanges, trace_profiler
 
 WARMUP = 4  # steps after the first that are not measured
 STEPS = 40  # measured, unless the command line has steps=
@@ -207,7 +207,9 @@ def titanlike_loop(
     sink = JsonlSink(worker.run_dir / "metrics.jsonl") if worker.rank == 0 else None
     record: dict[str, Any] = {}
     pending = None
-    for step in range(1, config.steps + 1):  # as in training/loop.py, one step ahead of its metrics
+    for step in range(
+        1, config.steps + 1
+    ):  # as in core/training/loop.py, one step ahead of its metrics
         gradients = forward_backward(run, config, step, stream)
         if pending is not None:
             record = finish_step(run, config, pending, detector).record

@@ -23,19 +23,21 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.profiler import record_function
 
 from benchmarks.speed.plain_tensor_parallel import divide_by_hand, loss_parallel
-from titanlike.config.schema import ChunkedCrossEntropy, Config, CrossEntropy, ScaledPrecision
-from titanlike.data.loader import batches
-from titanlike.data.sources import IGNORE, Data
-from titanlike.distributed.initialize import initialize
-from titanlike.distributed.mesh import Mesh
-from titanlike.models.gpt2 import Gpt2
-from titanlike.models.llama import Llama, rotary_table
-from titanlike.models.registry import build_model, initial_weights_of
-from titanlike.optim.optimizer import build_optimizers, set_lr
-from titanlike.parallel.activation_checkpoint import checkpoint_blocks
+from titanlike.core.config.groups.computation import ScaledPrecision
+from titanlike.core.config.groups.optimization import ChunkedCrossEntropy, CrossEntropy
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.sources import IGNORE, Data
+from titanlike.core.distributed.initialize import initialize
+from titanlike.core.distributed.mesh import Mesh
+from titanlike.core.models.gpt2 import Gpt2
+from titanlike.core.models.llama import Llama, rotary_table
+from titanlike.core.models.registry import build_model, initial_weights_of
+from titanlike.core.optim.optimizer import build_optimizers, set_lr
+from titanlike.core.torch_private.dtensor import local
+from titanlike.core.training.train_plan import TrainPlan
 from titanlike.proof.reference import parts_of
-from titanlike.torch_private.dtensor import local
-from titanlike.training.train_plan import TrainPlan
+from titanlike.techniques.activation_checkpoint import checkpoint_blocks
 
 
 def why_no_plain_loop(config: Config, plan: TrainPlan) -> str:
@@ -72,7 +74,7 @@ def plain_loop(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Itera
     low = torch.bfloat16 if config.precision.low else None
     model: Any = build_model(plan.model)
     if isinstance(config.precision, ScaledPrecision):
-        from titanlike.parallel.float8 import use_float8
+        from titanlike.techniques.low_precision.float8 import use_float8
 
         use_float8(model, config, device)
     part = _StageByHand(model, mesh.pp_rank, config.pp) if pipelined else model

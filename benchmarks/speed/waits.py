@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from benchmarks.speed.bench import WARMUP, titanlike_loop
 from benchmarks.speed.host_waits import waits_by_place
-from titanlike.config import files
-from titanlike.config.schema import Config
-from titanlike.launch.worker import Worker
-from titanlike.metrics.console import Console
-from titanlike.training.build import build
-from titanlike.training.session import connected, open_data_on_every_rank
+from titanlike.core.config import files
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.console import Console
+from titanlike.core.training.build import build
+from titanlike.core.training.session import connected, open_data_on_every_rank
 
 STEPS = 4  # measured, unless the command line has steps=
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from titanlike.data.sources import IGNORE, Data
+from titanlike import IGNORE, Data
 
 
 class Echo:

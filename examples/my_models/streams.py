@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchdata.nodes import IterableWrapper, Mapper
 
-from titanlike.data.sources import IGNORE, Data
+from titanlike import IGNORE, Data
 
 
 class Lines:

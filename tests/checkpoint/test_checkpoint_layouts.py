@@ -16,10 +16,9 @@ from support.models import tiny
 from support.saved_runs import checkpoint, reseal
 from support.saved_state import checkpointer_of, fill, local, opened, tensors
 from support.world import run_world
-from titanlike.checkpoint import format
-from titanlike.checkpoint.conversion import compare_digests
-from titanlike.checkpoint.discovery import Progress
-from titanlike.checkpoint.integrity import (
+from titanlike.core.checkpoint import format
+from titanlike.core.checkpoint.discovery import Progress
+from titanlike.core.checkpoint.integrity import (
     MODEL,
     OPTIMIZER,
     RNG,
@@ -27,22 +26,21 @@ from titanlike.checkpoint.integrity import (
     read_index,
     read_state,
 )
-from titanlike.checkpoint.reader import ShardReader
-from titanlike.checkpoint.storage import Storage
-from titanlike.config.schema import (
-    BalanceSplit,
-    Checkpoint,
-    Config,
-    ConstantLr,
-    Model,
-    SyntheticData,
-)
-from titanlike.distributed.mesh import close_mesh
-from titanlike.distributed.placement import Part, local_of
-from titanlike.launch.worker import Worker
-from titanlike.metrics.console import Console
-from titanlike.metrics.sinks import read_jsonl
-from titanlike.training.loop import train
+from titanlike.core.checkpoint.reader import ShardReader
+from titanlike.core.checkpoint.storage import Storage
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.groups.jobs import Checkpoint
+from titanlike.core.config.groups.optimization import ConstantLr
+from titanlike.core.config.groups.pipeline import BalanceSplit
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.mesh import close_mesh
+from titanlike.core.distributed.placement import Part, local_of
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.console import Console
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.core.training.loop import train
+from titanlike.hf.conversion import compare_digests
 
 # 24 sequences divide among 1, 2, 3 and 4 ranks; 32 channels among 3 do not
 # parts of 97 tokens differ among tp ranks, and four of them have two of keys' and values' heads

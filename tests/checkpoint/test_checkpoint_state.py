@@ -30,18 +30,20 @@ from support.saved_state import (
     update,
 )
 from support.world import run_world
-from titanlike.checkpoint import staging, writer
-from titanlike.checkpoint.discovery import Progress, committed, select_resume
-from titanlike.checkpoint.integrity import read_index
-from titanlike.checkpoint.staging import Copy, HostMemory
-from titanlike.checkpoint.state_dict import SHARED_STEP
-from titanlike.checkpoint.storage import INDEX, Storage
-from titanlike.config.schema import Checkpoint, Config, Ema
-from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.launch.torchrun import start_id
-from titanlike.launch.worker import Worker
-from titanlike.training.build import build
-from titanlike.training.loop import train
+from titanlike.core.checkpoint import staging, writer
+from titanlike.core.checkpoint.discovery import Progress, committed, select_resume
+from titanlike.core.checkpoint.integrity import read_index
+from titanlike.core.checkpoint.staging import Copy, HostMemory
+from titanlike.core.checkpoint.state_dict import SHARED_STEP
+from titanlike.core.checkpoint.storage import INDEX, Storage
+from titanlike.core.config.groups.jobs import Checkpoint
+from titanlike.core.config.groups.optimization import Ema
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.mesh import close_mesh, open_mesh
+from titanlike.core.launch.torchrun import start_id
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.build import build
+from titanlike.core.training.loop import train
 
 PP2 = tiny(pp=2, layers=2, checkpoint=Checkpoint(keep=0))
 

@@ -22,10 +22,10 @@ from support.paths import ROOT
 from support.saved_runs import a_run, checkpoint, edited
 from support.saved_state import opened, update
 from support.world import run_world
-from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.discovery import Progress
-from titanlike.config.schema import Config
-from titanlike.launch.worker import Worker
+from titanlike.core.checkpoint.discovery import Progress
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.use.checkpoint_commands import main
 
 Tool = Callable[..., tuple[int, str]]
 
@@ -134,7 +134,7 @@ def test_show_tells_what_a_checkpoint_holds(whole_run: Path, tool: Tool) -> None
 def test_list_and_show_import_no_torch(whole_run: Path) -> None:
     """Under a second, on a login node."""
     code = (
-        "import sys; from titanlike.checkpoint.commands import main; run = sys.argv[1]; "
+        "import sys; from titanlike.use.checkpoint_commands import main; run = sys.argv[1]; "
         "assert main(['list', run]) == main(['show', run]) == 0; assert 'torch' not in sys.modules"
     )
     command = [sys.executable, "-c", code, str(whole_run)]

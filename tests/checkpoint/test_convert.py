@@ -27,12 +27,12 @@ from support.saved_runs import checkpoint
 from support.saved_state import load_each
 from support.saved_tensors import saved as tensors_of
 from support.world import run_world
-from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.discovery import select_resume
-from titanlike.checkpoint.format import checksum
-from titanlike.checkpoint.integrity import check_all, read_state
-from titanlike.checkpoint.storage import MARKER, STATE, Storage
-from titanlike.config.schema import Config
+from titanlike.core.checkpoint.discovery import select_resume
+from titanlike.core.checkpoint.format import checksum
+from titanlike.core.checkpoint.integrity import check_all, read_state
+from titanlike.core.checkpoint.storage import MARKER, STATE, Storage
+from titanlike.core.config.schema import Config
+from titanlike.use.checkpoint_commands import main
 
 saved, run = saved_runs.saved, saved_runs.run
 

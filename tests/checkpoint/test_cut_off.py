@@ -18,13 +18,13 @@ from support.campaign import campaign
 from support.cells import GRID, slow
 from support.models import tiny
 from support.world import run_world
-from titanlike.checkpoint import integrity
-from titanlike.checkpoint.discovery import committed, step_name
-from titanlike.checkpoint.integrity import check_all
-from titanlike.checkpoint.storage import DAMAGED_MARKER, MARKER, Storage
-from titanlike.checkpoint.writer import prepare_save, write_checkpoint
-from titanlike.config.schema import Config
-from titanlike.launch.worker import Worker
+from titanlike.core.checkpoint import integrity
+from titanlike.core.checkpoint.discovery import committed, step_name
+from titanlike.core.checkpoint.integrity import check_all
+from titanlike.core.checkpoint.storage import DAMAGED_MARKER, MARKER, Storage
+from titanlike.core.checkpoint.writer import prepare_save, write_checkpoint
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
 
 
 class Cut(BaseException):

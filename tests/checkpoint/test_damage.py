@@ -23,12 +23,11 @@ from support.records import numbers
 from support.saved_runs import a_run, checkpoint, events, reseal, train_all
 from support.saved_state import going_on, load_each
 from support.world import run_world
-from titanlike.checkpoint import integrity
-from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.format import Index, Piece, checksum
-from titanlike.checkpoint.integrity import UNEQUAL, Damage, check_all, open_header, read_index
-from titanlike.checkpoint.reader import ShardReader, read
-from titanlike.checkpoint.storage import (
+from titanlike.core.checkpoint import integrity
+from titanlike.core.checkpoint.format import Index, Piece, checksum
+from titanlike.core.checkpoint.integrity import UNEQUAL, Damage, check_all, open_header, read_index
+from titanlike.core.checkpoint.reader import ShardReader, read
+from titanlike.core.checkpoint.storage import (
     DAMAGED_MARKER,
     INDEX,
     MARKER,
@@ -36,7 +35,8 @@ from titanlike.checkpoint.storage import (
     DamagedCheckpoint,
     Storage,
 )
-from titanlike.config.schema import Config
+from titanlike.core.config.schema import Config
+from titanlike.use.checkpoint_commands import main
 
 
 @pytest.fixture(scope="module")

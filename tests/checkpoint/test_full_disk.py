@@ -15,13 +15,13 @@ import pytest
 from support.records import numbers
 from support.saved_runs import a_run, checkpoint, events, train_all, train_or_refuse
 from support.world import run_world
-from titanlike.checkpoint.checkpointer import Checkpointer
-from titanlike.checkpoint.discovery import Progress
-from titanlike.checkpoint.integrity import check_all
-from titanlike.checkpoint.storage import Storage
-from titanlike.config.schema import Config
-from titanlike.launch.worker import Worker
-from titanlike.training import session
+from titanlike.core.checkpoint.checkpointer import Checkpointer
+from titanlike.core.checkpoint.discovery import Progress
+from titanlike.core.checkpoint.integrity import check_all
+from titanlike.core.checkpoint.storage import Storage
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training import session
 
 SIZE = 3 * 2**20  # bytes of the disk: room for the three checkpoints of a run
 

@@ -22,14 +22,15 @@ from support.exported import GPT2, LLAMA, MOE, byte_text, ours, trained, with_ar
 from support.families import deepseek, gpt_oss
 from support.hf_tiny import folder_of, model_of
 from support.saved_runs import a_run, checkpoint, train_all
-from titanlike.checkpoint.hf_export import export, main
-from titanlike.checkpoint.integrity import MODEL, open_header
-from titanlike.checkpoint.reader import ShardReader
-from titanlike.checkpoint.storage import DamagedCheckpoint, Storage
-from titanlike.config.schema import Config, Model
-from titanlike.data.tokenizer import ByteTokenizer
-from titanlike.driver.checks import _export_problem, problems
-from titanlike.models.hf_config import FAMILIES
+from titanlike.core.checkpoint.integrity import MODEL, open_header
+from titanlike.core.checkpoint.reader import ShardReader
+from titanlike.core.checkpoint.storage import DamagedCheckpoint, Storage
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.schema import Config
+from titanlike.formats.tokenizer import ByteTokenizer
+from titanlike.hf.hf_config import FAMILIES
+from titanlike.hf.hf_export import export, main
+from titanlike.run.checks import _export_problem, problems
 
 CLOSE = 1e-5
 

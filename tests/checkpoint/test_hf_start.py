@@ -18,12 +18,14 @@ from support.hf_tiny import folder_of
 from support.saved_runs import a_run, events, train_all
 from support.saved_state import load_in_silence
 from support.world import run_world
-from titanlike.checkpoint.hf_export import export
-from titanlike.config.schema import Config, Model, Validation
-from titanlike.data.loader import batches
-from titanlike.data.registry import open_data
-from titanlike.driver.checks import problems
-from titanlike.metrics.sinks import read_jsonl
+from titanlike.core.config.groups.jobs import Validation
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import open_data
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.hf.hf_export import export
+from titanlike.run.checks import problems
 
 SIZES = {"vocab_size": None, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 LLAMA = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64, "rms_norm_eps": 1e-6}

@@ -21,22 +21,22 @@ from support import saved_runs
 from support.saved_runs import checkpoint, reseal
 from support.saved_state import load_each
 from support.world import run_world
-from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.discovery import newest_complete, select_resume
-from titanlike.checkpoint.format import checksum
-from titanlike.checkpoint.integrity import read_state
-from titanlike.checkpoint.storage import INDEX, MARKER, DamagedCheckpoint, Storage
-from titanlike.config.schema import Config
-from titanlike.driver import sweep_table as report
-from titanlike.driver.job import SWEEP_FILE
-from titanlike.driver.sweep import SweepRun
-from titanlike.launch.environment import RestartState
-from titanlike.launch.failures import root_cause
-from titanlike.launch.heartbeat import read_beats
-from titanlike.launch.run_dir_lock import OWNER, RunDirOwner
-from titanlike.metrics.run_files import Events, read_result
-from titanlike.metrics.sinks import JsonlSink
-from titanlike.metrics.summary import summarize
+from titanlike.core.checkpoint.discovery import newest_complete, select_resume
+from titanlike.core.checkpoint.format import checksum
+from titanlike.core.checkpoint.integrity import read_state
+from titanlike.core.checkpoint.storage import INDEX, MARKER, DamagedCheckpoint, Storage
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.environment import RestartState
+from titanlike.core.launch.failures import root_cause
+from titanlike.core.launch.heartbeat import read_beats
+from titanlike.core.launch.run_dir_lock import OWNER, RunDirOwner
+from titanlike.core.metrics.run_files import Events, read_result
+from titanlike.core.metrics.sinks import JsonlSink
+from titanlike.core.metrics.summary import summarize
+from titanlike.run import sweep_table as report
+from titanlike.run.job import SWEEP_FILE
+from titanlike.run.sweep import SweepRun
+from titanlike.use.checkpoint_commands import main
 
 saved, run = saved_runs.saved, saved_runs.run
 

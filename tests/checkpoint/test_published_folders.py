@@ -20,14 +20,15 @@ from support.cells import slow
 from support.exported import ours, with_args
 from support.published import published, small, write_published
 from support.saved_runs import a_run, train_all
-from titanlike.checkpoint.hf_export import export
-from titanlike.config.received import Consent
-from titanlike.config.schema import Model, Validation
-from titanlike.driver.checks import problems
-from titanlike.models.hf_config import exported_config
-from titanlike.models.hf_names import FAMILIES, whole_sizes
-from titanlike.models.registry import complete_arguments
-from titanlike.models.rope_scaling import scaling_of
+from titanlike.core.config.groups.jobs import Validation
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.received import Consent
+from titanlike.core.models.registry import complete_arguments
+from titanlike.core.models.rope_scaling import scaling_of
+from titanlike.hf.hf_config import exported_config
+from titanlike.hf.hf_export import export
+from titanlike.hf.hf_names import FAMILIES, whole_sizes
+from titanlike.run.checks import problems
 
 OLD = os.environ.get("TITANLIKE_TEST_TRANSFORMERS4")  # an interpreter that has transformers 4
 CONF = Path(__file__).parents[2] / "conf" / "model"

@@ -17,14 +17,14 @@ import pytest
 import torch
 import xxhash
 
-from titanlike.checkpoint import integrity, reader, storage
-from titanlike.checkpoint.format import WORDS, Index, SavedTensor, checksum
-from titanlike.checkpoint.integrity import CheckpointHeader, check_all, commit, open_header
-from titanlike.checkpoint.reader import ShardReader, read
-from titanlike.checkpoint.staging import write_pieces
-from titanlike.checkpoint.storage import INDEX, MARKER, DamagedCheckpoint, Storage
-from titanlike.checkpoint.writer import _keys, assign, prepare_save, write_checkpoint
-from titanlike.distributed.placement import Blocks
+from titanlike.core.checkpoint import integrity, reader, storage
+from titanlike.core.checkpoint.format import WORDS, Index, SavedTensor, checksum
+from titanlike.core.checkpoint.integrity import CheckpointHeader, check_all, commit, open_header
+from titanlike.core.checkpoint.reader import ShardReader, read
+from titanlike.core.checkpoint.staging import write_pieces
+from titanlike.core.checkpoint.storage import INDEX, MARKER, DamagedCheckpoint, Storage
+from titanlike.core.checkpoint.writer import _keys, assign, prepare_save, write_checkpoint
+from titanlike.core.distributed.placement import Blocks
 
 ROWS, COLUMNS = 768, 1000
 VALUES = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlike.checkpoint import staging, state_dict, writer
-from titanlike.checkpoint.storage import Storage
-from titanlike.config.schema import Checkpoint
+from titanlike.core.checkpoint import staging, state_dict, writer
+from titanlike.core.checkpoint.storage import Storage
+from titanlike.core.config.groups.jobs import Checkpoint
 
 GPU = torch.device("cuda", 3)
 

@@ -15,15 +15,22 @@ from hypothesis import strategies as st
 from support.saved_runs import a_run, events, train_or_refuse
 from support.saved_state import fill, load, local, opened, tensors
 from support.world import run_world
-from titanlike.checkpoint import storage
-from titanlike.checkpoint.discovery import Progress, committed, newest_complete, resolve, step_name
-from titanlike.checkpoint.integrity import check_all, commit
-from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.writer import superseded
-from titanlike.config.schema import Checkpoint, Config
-from titanlike.distributed.mesh import close_mesh
-from titanlike.driver import checks as check
-from titanlike.launch.worker import Worker
+from titanlike.core.checkpoint import storage
+from titanlike.core.checkpoint.discovery import (
+    Progress,
+    committed,
+    newest_complete,
+    resolve,
+    step_name,
+)
+from titanlike.core.checkpoint.integrity import check_all, commit
+from titanlike.core.checkpoint.storage import Storage
+from titanlike.core.checkpoint.writer import superseded
+from titanlike.core.config.groups.jobs import Checkpoint
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.mesh import close_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.run import checks as check
 
 FILE = "rank-00000.safetensors"
 

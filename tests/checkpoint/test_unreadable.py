@@ -19,12 +19,12 @@ from support import saved_runs
 from support.saved_runs import checkpoint, events
 from support.saved_state import Loaded, going_on, load, load_each, opened
 from support.world import run_world
-from titanlike.checkpoint import integrity, storage
-from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.storage import DAMAGED_MARKER, MARKER, Storage, UnreadableFile
-from titanlike.config.schema import Config
-from titanlike.driver import checks as check
-from titanlike.launch.worker import Worker
+from titanlike.core.checkpoint import integrity, storage
+from titanlike.core.checkpoint.storage import DAMAGED_MARKER, MARKER, Storage, UnreadableFile
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.run import checks as check
+from titanlike.use.checkpoint_commands import main
 
 Fault = tuple[int, str, int, int]  # rank, part of a path, errno, how many times
 TENSORS = "step-00000006/rank-00000.safetensors"

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from support.saved_runs import a_run, checkpoint, edited, events
 from support.saved_state import Loaded, load, load_each, load_in_silence, local, opened, tensors
 from support.world import run_world
-from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.discovery import Progress
-from titanlike.checkpoint.state_dict import renamed
-from titanlike.config.schema import Config
-from titanlike.driver.checks import problems
-from titanlike.launch.worker import Worker
+from titanlike.core.checkpoint.discovery import Progress
+from titanlike.core.checkpoint.state_dict import renamed
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.run.checks import problems
+from titanlike.use.checkpoint_commands import main
 
 Weights = dict[str, torch.Tensor]
 

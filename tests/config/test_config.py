@@ -23,29 +23,22 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from support.command_lines import examined
-from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.help import help_on, help_text
-from titanlike.config.keys import Paths, field_problems
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.parse import parse, to_plain, write_config
-from titanlike.config.program import conf_dir
-from titanlike.config.schema import (
-    OPEN_GROUPS,
-    VARIANTS,
-    Checkpoint,
-    Config,
-    Custom,
-    CustomOptimizer,
-    CustomSchedule,
-    Model,
-    Verify,
-)
-from titanlike.config.validate import problems
-from titanlike.config.yaml_files import parse_yaml
-from titanlike.data import registry
-from titanlike.driver.argv import complete_args, parse_argv
-from titanlike.driver.overrides import config_loader
-from titanlike.driver.sweep import SweepRun
+from titanlike.core.config.errors import ConfigError, Problem
+from titanlike.core.config.groups.jobs import Checkpoint, Verify
+from titanlike.core.config.groups.pipeline import CustomSchedule
+from titanlike.core.config.groups.user_code import Custom, CustomOptimizer, Model
+from titanlike.core.config.keys import Paths, field_problems
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.parse import parse, to_plain, write_config
+from titanlike.core.config.program import conf_dir
+from titanlike.core.config.schema import OPEN_GROUPS, VARIANTS, Config
+from titanlike.core.config.validate import problems
+from titanlike.core.config.yaml_files import parse_yaml
+from titanlike.core.data import registry
+from titanlike.run.argv import complete_args, parse_argv
+from titanlike.run.help import help_on, help_text
+from titanlike.run.overrides import config_loader
+from titanlike.run.sweep import SweepRun
 
 NUMBERS = st.integers(-(2**40), 2**40) | st.floats(-1e12, 1e12)  # that any argument may have
 SCALARS = st.none() | st.booleans() | NUMBERS | st.text()

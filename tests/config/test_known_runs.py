@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from support.models import tiny
-from titanlike.config.files import atomic_write_text
-from titanlike.config.parse import write_config
-from titanlike.config.received import Consent, named_outside, note_launch, read_run
-from titanlike.config.schema import Custom, TextData
+from titanlike.core.config.files import atomic_write_text
+from titanlike.core.config.groups.data import TextData
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.parse import write_config
+from titanlike.core.config.received import Consent, named_outside, note_launch, read_run
 
 Change = Callable[[Path, pytest.MonkeyPatch], object]
 

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from support.command_lines import proposals
 from support.typed import typed
-from titanlike.config import validate
-from titanlike.config.errors import Problem
-from titanlike.config.overrides import key_of
-from titanlike.config.parse import parse, to_plain
-from titanlike.config.schema import Config, Schedule, SyntheticData
-from titanlike.config.validate import placement_warning, problems
+from titanlike.core.config import validate
+from titanlike.core.config.errors import Problem
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.overrides import key_of
+from titanlike.core.config.parse import parse, to_plain
+from titanlike.core.config.schema import Config
+from titanlike.core.config.validate import placement_warning, problems
 
 
 def numeric_keys(plain: dict[str, Any], prefix: str = "") -> list[str]:

@@ -12,17 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.commands import TINY, command
-from titanlike.config.credentials import (
+from titanlike.core.config.credentials import (
     find_secrets,
     is_secret_name,
     redact,
     redact_override,
     redact_value,
 )
-from titanlike.config.errors import Problem
-from titanlike.config.parse import to_plain
-from titanlike.config.schema import VARIANTS, Checkpoint, Config, Custom
-from titanlike.driver.checks import problems, secret_problems, secrets_in_command
+from titanlike.core.config.errors import Problem
+from titanlike.core.config.groups.jobs import Checkpoint
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.parse import to_plain
+from titanlike.core.config.schema import VARIANTS, Config
+from titanlike.run.checks import problems, secret_problems, secrets_in_command
 
 TEXTS = {  # with a credential -> how it may be shown
     "s3://me:sesame@bucket/runs": "s3://***@bucket/runs",
@@ -143,8 +145,8 @@ PLANTED = {
 }
 DATA = """
 import os
-from titanlike.data.sources import Data
-from titanlike.data.synthetic import SyntheticSource
+from titanlike.core.data.sources import Data
+from titanlike.core.data.synthetic import SyntheticSource
 
 class Failing:
     def __init__(self, source):

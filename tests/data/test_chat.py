@@ -16,18 +16,20 @@ import transformers
 from support.exported import LLAMA, trained
 from support.models import tiny
 from support.world import run_world
-from titanlike.checkpoint.hf_export import export
-from titanlike.config.received import Consent
-from titanlike.config.schema import ChatData, Config, Sample, TextData, Validation
-from titanlike.data import registry
-from titanlike.data.chat import BUILT_IN, BadConversation, ChatTemplate, find_template
-from titanlike.data.registry import DataError, open_data
-from titanlike.data.sources import IGNORE, REAL
-from titanlike.data.tokenizer import ByteTokenizer, byte_tokenizer, write_tokenizer
-from titanlike.generation.generate import generate, load_model
-from titanlike.launch.worker import Worker
-from titanlike.models.sampling import Sampling
-from titanlike.training.session import keep_first_day, open_data_on_every_rank
+from titanlike.core.config.groups.data import ChatData, TextData
+from titanlike.core.config.groups.jobs import Sample, Validation
+from titanlike.core.config.received import Consent
+from titanlike.core.config.schema import Config
+from titanlike.core.data import registry
+from titanlike.core.data.registry import DataError, open_data
+from titanlike.core.data.sources import IGNORE, REAL
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.session import keep_first_day, open_data_on_every_rank
+from titanlike.formats.chat import BUILT_IN, BadConversation, ChatTemplate, find_template
+from titanlike.formats.tokenizer import ByteTokenizer, byte_tokenizer, write_tokenizer
+from titanlike.hf.hf_export import export
+from titanlike.use.generate import generate, load_model
+from titanlike.use.sampling import Sampling
 
 
 def conversation(n: int, turns: int = 1) -> dict[str, Any]:
@@ -66,7 +68,7 @@ def test_a_template_gets_the_day_of_the_runs_first_start(
 
     def ids(day: int, config: Config = config, writes: bool = True) -> torch.Tensor:
         clock = type("Clock", (datetime,), {"now": classmethod(lambda _: datetime(2026, 2, day))})
-        monkeypatch.setattr("titanlike.data.chat.datetime", clock)
+        monkeypatch.setattr("titanlike.formats.chat.datetime", clock)
         worker = Worker(0, 1, 0, 1, Path(config.run_dir), None, [])
         data = open_data_on_every_rank(config, worker, writes=writes)
         return data.train[0]["inputs"]
@@ -97,7 +99,7 @@ def test_a_template_gets_the_day_of_the_runs_first_start(
 
 def ids_of_rank(config: Config, worker: Worker) -> torch.Tensor:
     """Whose run_dir is on a disk of its own."""
-    from titanlike.data import chat as module
+    from titanlike.formats import chat as module
 
     config = replace(config, run_dir=f"{config.run_dir}/{worker.rank}")
     now = datetime(2026, 2, 4 + worker.rank)

@@ -12,10 +12,10 @@ import pytest
 from pyarrow import orc, parquet
 from test_chat import answers, chat
 
-from titanlike.data.chat import BadConversation, ChatTemplate
-from titanlike.data.conversation_forms import conversation, with_text_arguments
-from titanlike.data.registry import DataError, open_data
-from titanlike.data.tokenizer import ByteTokenizer
+from titanlike.core.data.registry import DataError, open_data
+from titanlike.formats.chat import BadConversation, ChatTemplate
+from titanlike.formats.conversation_forms import conversation, with_text_arguments
+from titanlike.formats.tokenizer import ByteTokenizer
 
 PLAIN = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "it is 4"}]
 PARTS = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in PLAIN]

@@ -16,15 +16,15 @@ import torch
 from support.models import tiny
 from support.waiting import until
 from support.world import run_world
-from titanlike.config.schema import Config
-from titanlike.data.loader import batches
-from titanlike.data.registry import open_data
-from titanlike.distributed.mesh import open_mesh
-from titanlike.launch.heartbeat import DATA_THREAD, innermost_frames
-from titanlike.launch.worker import Worker
-from titanlike.training.build import build
-from titanlike.training.copy_ahead import copied_ahead, one_ahead
-from titanlike.training.device_batches import batches_for, to_device
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import open_data
+from titanlike.core.distributed.mesh import open_mesh
+from titanlike.core.launch.heartbeat import DATA_THREAD, innermost_frames
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.build import build
+from titanlike.core.training.copy_ahead import copied_ahead, one_ahead
+from titanlike.core.training.device_batches import batches_for, to_device
 
 
 def threads() -> list[threading.Thread]:

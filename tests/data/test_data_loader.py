@@ -25,12 +25,14 @@ from support.commands import TINY
 from support.forked import run
 from support.paths import ROOT
 from support.waiting import until
-from titanlike.config import validate
-from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
-from titanlike.data import registry
-from titanlike.data.loader import batches, validation_batches, validation_weights
-from titanlike.data.registry import open_data, problems, vocab_size
-from titanlike.data.text import find_files
+from titanlike.core.config import validate
+from titanlike.core.config.groups.data import SyntheticData, TextData, TokenData
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.data import registry
+from titanlike.core.data.loader import batches, validation_batches, validation_weights
+from titanlike.core.data.registry import open_data, problems, vocab_size
+from titanlike.formats.text import find_files
 
 
 def token_config(folder: Path, count: int = 1000, **changes: object) -> Config:
@@ -312,8 +314,8 @@ def test_a_token_outside_of_the_vocabulary_is_an_error(tmp_path: Path, workers: 
 
 def test_the_config_is_checked_without_torch() -> None:
     code = (
-        "import sys; from titanlike.config.schema import Config\n"
-        "from titanlike.data.registry import problems, vocab_size\n"
+        "import sys; from titanlike.core.config.schema import Config\n"
+        "from titanlike.core.data.registry import problems, vocab_size\n"
         "assert not problems(Config()) and vocab_size(Config()) == 257\n"
         "assert 'torch' not in sys.modules"
     )
@@ -322,10 +324,11 @@ def test_the_config_is_checked_without_torch() -> None:
 
 TRAINING = """
 import multiprocessing, signal, sys, time
-from titanlike.config.schema import Config, TokenData
-from titanlike.data import registry
-from titanlike.data.loader import batches
-from titanlike.data.registry import open_data
+from titanlike.core.config.schema import Config
+from titanlike.core.config.groups.data import TokenData
+from titanlike.core.data import registry
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import open_data
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: print("last step", flush=True))
 config = Config(
@@ -379,7 +382,7 @@ def _alive(pid: int) -> bool:
 ENDED = """
 from pathlib import Path
 from support.sources import batches, of_source, open_data
-from titanlike.launch.signals import exit_now
+from titanlike.core.launch.signals import exit_now
 config = of_source("map_style", Path.cwd(), workers=2)
 stream = batches(open_data(config).train, config, dp_rank=0)
 next(stream)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.models import tiny
-from titanlike.data.checked import SimilarLengthBatchSampler
-from titanlike.data.order import GlobalBatchSampler, shuffled_index
+from titanlike.core.data.checked import SimilarLengthBatchSampler
+from titanlike.core.data.order import GlobalBatchSampler, shuffled_index
 
 sizes = st.integers(1, 5000)
 seeds = st.integers(-(2**63), 2**64)

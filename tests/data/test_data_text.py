@@ -21,11 +21,12 @@ from pyarrow import orc, parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from support.commands import TINY, command
-from titanlike.config.schema import Config, TextData
-from titanlike.data.registry import DataError, open_data
-from titanlike.data.text import documents, find_files
-from titanlike.data.token_folder import cache_key
-from titanlike.data.tokenizer import ByteTokenizer, byte_tokenizer, open_tokenizer
+from titanlike.core.config.groups.data import TextData
+from titanlike.core.config.schema import Config
+from titanlike.core.data.registry import DataError, open_data
+from titanlike.formats.text import documents, find_files
+from titanlike.formats.token_folder import cache_key
+from titanlike.formats.tokenizer import ByteTokenizer, byte_tokenizer, open_tokenizer
 
 GROWING = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 1000}
 TEXTS = [f"Document {i}: größer, 日本, <|endoftext|>{'.' * (i % 7)}" for i in range(200)]

@@ -16,10 +16,12 @@ import torch
 from support.forwards import Lstm
 from support.models import tiny
 from support.real_model import real
-from titanlike.config.schema import Config, Custom, TextData, TokenData
-from titanlike.data.loader import batches, example_batch
-from titanlike.data.registry import open_data
-from titanlike.driver.checks import problems
+from titanlike.core.config.groups.data import TextData, TokenData
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches, example_batch
+from titanlike.core.data.registry import open_data
+from titanlike.run.checks import problems
 
 
 def text(folder: Path, **changes: Any) -> TextData:

@@ -21,18 +21,20 @@ from support.cells import cells
 from support.models import tiny
 from support.runs import train_each
 from support.world import RankError, run_world
-from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Config, Custom, Validation
-from titanlike.data.kinds import DataError
-from titanlike.data.loader import batches, validation_batches
-from titanlike.data.registry import open_data
-from titanlike.data.sources import Data, VariableLength
-from titanlike.distributed.mesh import open_mesh
-from titanlike.launch.worker import Worker
-from titanlike.metrics.sinks import read_jsonl
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.jobs import Validation
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.data.kinds import DataError
+from titanlike.core.data.loader import batches, validation_batches
+from titanlike.core.data.registry import open_data
+from titanlike.core.data.sources import Data, VariableLength
+from titanlike.core.distributed.mesh import open_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.core.training.loop import train
+from titanlike.core.training.same_data import refuse_other_data
 from titanlike.proof.verification import compare_with_one_process
-from titanlike.training.loop import train
-from titanlike.training.same_data import refuse_other_data
 
 COUNT = 40  # samples of an epoch
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.models import tiny
-from titanlike.config.schema import Custom, SyntheticData, TextData, TokenData
-from titanlike.data import sources
-from titanlike.data.packed import PackedSource
-from titanlike.data.registry import open_data
-from titanlike.data.sources import Data, VariableLength, data_fingerprint, fingerprint_changes
+from titanlike.core.config.groups.data import SyntheticData, TextData, TokenData
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.data import sources
+from titanlike.core.data.registry import open_data
+from titanlike.core.data.sources import Data, VariableLength, data_fingerprint, fingerprint_changes
+from titanlike.formats.packed import PackedSource
 
 
 def of(data: Any, **keys: Any) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from titanlike.config.schema import Config, HFData, TextData
-from titanlike.data import hf_dataset, kinds, registry
-from titanlike.data.registry import DataError, open_data
+from titanlike.core.config.groups.data import HFData, TextData
+from titanlike.core.config.schema import Config
+from titanlike.core.data import kinds, registry
+from titanlike.core.data.registry import DataError, open_data
+from titanlike.formats import hf_dataset
 
 datasets = pytest.importorskip("datasets")
 

@@ -36,10 +36,10 @@ def told(function, *given):
 def checked(what):
     found = [path.name for path in folder.iterdir() if path.name.startswith("ran")]
     assert not found, (what, found)
-from titanlike.config.schema import HFData
-from titanlike.data import hf_dataset, text
-from titanlike.data.chat import ChatTemplate
-from titanlike.data.tokenizer import ByteTokenizer
+from titanlike.core.config.groups.data import HFData
+from titanlike.formats import hf_dataset, text
+from titanlike.formats.chat import ChatTemplate
+from titanlike.formats.tokenizer import ByteTokenizer
 command = f"touch {ran}-jinja"
 gen = {"key": "{{ cycler.__init__.__globals__.os.system('" + command + "') }}x", "url": "x"}
 gen |= {"offset": "0", "length": "1", "dimensions": {"i": {"stop": 1}}}

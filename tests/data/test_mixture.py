@@ -15,14 +15,16 @@ import torch
 from support.models import tiny
 from support.runs import assert_goes_on
 from support.saved_runs import a_run
-from titanlike.config.schema import Config, MixtureData, Validation
-from titanlike.data import registry
-from titanlike.data.loader import batches
-from titanlike.data.mixture import MixtureBatchSampler, Quotas, mixture_of, points_of, weight_at
-from titanlike.data.registry import DataError, open_data
-from titanlike.data.sources import data_fingerprint, fingerprint_changes
-from titanlike.data.tokenize_corpus import Settings, tokenize_corpus_files
-from titanlike.metrics.sinks import read_jsonl
+from titanlike.core.config.groups.data import MixtureData
+from titanlike.core.config.groups.jobs import Validation
+from titanlike.core.config.schema import Config
+from titanlike.core.data import registry
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import DataError, open_data
+from titanlike.core.data.sources import data_fingerprint, fingerprint_changes
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.formats.mixture import MixtureBatchSampler, Quotas, mixture_of, points_of, weight_at
+from titanlike.formats.tokenize_corpus import Settings, tokenize_corpus_files
 
 WEIGHTS: dict[str, Any] = {"a": 0.6, "b": 0.3, "c": 0.1}
 

@@ -25,17 +25,20 @@ from support.sources import (
     of_source,
 )
 from support.world import RankError, run_world
-from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Config, DecayLr, Model, Validation
-from titanlike.data.loader import batches, validation_weights
-from titanlike.data.registry import DataError, open_data, problems
-from titanlike.data.sources import IGNORE
-from titanlike.models.registry import resolve_model
-from titanlike.optim.optimizer import learning_rate
-from titanlike.training.loop import train
-from titanlike.training.preflight import preflight
-from titanlike.training.report import epochs
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.jobs import Validation
+from titanlike.core.config.groups.optimization import DecayLr
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches, validation_weights
+from titanlike.core.data.registry import DataError, open_data, problems
+from titanlike.core.data.sources import IGNORE
+from titanlike.core.models.registry import resolve_model
+from titanlike.core.optim.optimizer import learning_rate
+from titanlike.core.training.loop import train
+from titanlike.core.training.preflight import preflight
+from titanlike.core.training.report import epochs
+from titanlike.core.training.train_plan import make_plan
 
 # whose samples are what is held out, and not the documents within them
 _BY_SAMPLE = [*OWN, "token_files", "mixture", "data=tokens", "map_style", "lengths_differ"]

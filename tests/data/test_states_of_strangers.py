@@ -17,9 +17,9 @@ from torchdata.nodes import BaseNode
 from support.cells import cells
 from support.sources import OWN, STREAMS, of_source
 from support.watched import Watch
-from titanlike.data.loader import batches
-from titanlike.data.registry import open_data
-from titanlike.data.stream_source import dumped, loaded
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import open_data
+from titanlike.formats.stream_source import dumped, loaded
 
 FORGED = 15  # states of a kind
 NAMES = ("path", "data_files", "folder", "dataset", "iterable", "source", "_target_", "__class__")

@@ -26,21 +26,17 @@ from support.runs import train_each
 from support.sources import SAMPLES, STREAMS, by_step, of_source, rows_of, sample, stateful_loader
 from support.tokenizers import write_tokenizer
 from support.world import run_world
-from titanlike.config.errors import ConfigError
-from titanlike.config.schema import (
-    Checkpoint,
-    Config,
-    Custom,
-    Launch,
-    Numerics,
-    RampStage,
-    Validation,
-)
-from titanlike.data.loader import batches
-from titanlike.data.registry import DataError, open_data
-from titanlike.data.registry import problems as data_problems
-from titanlike.data.sources import Data
-from titanlike.metrics.sinks import read_jsonl
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.computation import Numerics
+from titanlike.core.config.groups.data import RampStage
+from titanlike.core.config.groups.jobs import Checkpoint, Launch, Validation
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import DataError, open_data
+from titanlike.core.data.registry import problems as data_problems
+from titanlike.core.data.sources import Data
+from titanlike.core.metrics.sinks import read_jsonl
 
 
 def losses(config: Config, folder: Path) -> list[tuple[float, ...]]:
@@ -245,7 +241,7 @@ def test_a_ramp_reads_the_same_samples(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch does not deprecate it yet")
 def test_torchdata_still_calls_a_deprecated_torch_api() -> None:
-    """Else the filter in torch_private/loader_worker.py can go."""
+    """Else the filter in core/torch_private/loader_worker.py can go."""
     with pytest.warns(UserWarning, match="'set_vital' is deprecated"):
         iter(stateful_loader(16, 0, 1).train)
 

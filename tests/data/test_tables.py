@@ -10,11 +10,11 @@ import pyarrow
 import pytest
 from pyarrow import feather, ipc, orc, parquet
 
-from titanlike.config.schema import HFData
-from titanlike.data.hf_dataset import texts as texts_of_dataset
-from titanlike.data.registry import DataError
-from titanlike.data.tables import _LARGEST
-from titanlike.data.text import documents, rows_of
+from titanlike.core.config.groups.data import HFData
+from titanlike.core.data.registry import DataError
+from titanlike.formats.hf_dataset import texts as texts_of_dataset
+from titanlike.formats.tables import _LARGEST
+from titanlike.formats.text import documents, rows_of
 
 TEXTS = [f"Document {i}: größer, 日本" for i in range(2000)]
 LONG = "a" * (_LARGEST // 64)

@@ -21,10 +21,11 @@ import pytest
 from pyarrow import parquet
 
 from support.models import tiny
-from titanlike.config.schema import ChatData, Config, TextData, TokenData
-from titanlike.data import registry
-from titanlike.data.registry import DataError, open_data
-from titanlike.data.sources import IGNORE
+from titanlike.core.config.groups.data import ChatData, TextData, TokenData
+from titanlike.core.config.schema import Config
+from titanlike.core.data import registry
+from titanlike.core.data.registry import DataError, open_data
+from titanlike.core.data.sources import IGNORE
 
 DOCUMENTS = [[7 * n % 50 + 1] * (5 + n % 9) + [0] for n in range(60)]  # each ends with 0
 IDS = [token for document in DOCUMENTS for token in document]

@@ -18,13 +18,14 @@ import pytest
 
 from support.models import tiny
 from support.paths import ROOT
-from titanlike.config.parse import parse
-from titanlike.config.schema import Config, TokenData
-from titanlike.data import packed
-from titanlike.data.loader import batches
-from titanlike.data.registry import DataError, open_data
-from titanlike.data.tokenize_corpus import Settings, main, tokenize_corpus_files
-from titanlike.data.tokenizer import ByteTokenizer, open_tokenizer
+from titanlike.core.config.groups.data import TokenData
+from titanlike.core.config.parse import parse
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import DataError, open_data
+from titanlike.formats import packed
+from titanlike.formats.tokenize_corpus import Settings, main, tokenize_corpus_files
+from titanlike.formats.tokenizer import ByteTokenizer, open_tokenizer
 
 BYTES = ByteTokenizer()
 TEXTS = ["def größe():\n", "x = 1\n", "Jo", "été", "12 34", "last"]
@@ -98,7 +99,7 @@ def test_bad_records_are_refused_by_name_or_counted_named_and_skipped(
 KILLED = """
 import os, sys
 from pathlib import Path
-from titanlike.data import tokenize_corpus as t
+from titanlike.formats import tokenize_corpus as t
 written = 0
 after = t._tokenize_unit
 def tokenize_unit(*args):
@@ -236,7 +237,7 @@ def test_a_folder_and_a_sentencepiece_model_are_tokenizers(tmp_path: Path) -> No
     assert one.decode([*ids, one.boundary]) == lines[7] and max(ids) < one.vocab_size
     assert [list(each) for each in one.encode_many(lines[:3])] == [one.encode(x) for x in lines[:3]]
     assert open_tokenizer(str(tmp_path)).fingerprint == one.fingerprint
-    from titanlike.data.tokenizer import write_tokenizer
+    from titanlike.formats.tokenizer import write_tokenizer
 
     (tmp_path / "bytes").mkdir()
     write_tokenizer("bytes", tmp_path / "bytes")

@@ -19,18 +19,20 @@ from support.proven import assert_proven
 from support.real_model import real
 from support.samples import Conditioned
 from support.world import run_world
-from titanlike.config.schema import Config, Custom, Validation
-from titanlike.data.loader import batches, example_batch, validation_batches
-from titanlike.data.registry import DataError, open_data
-from titanlike.data.sources import IGNORE
-from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.driver.checks import problems
-from titanlike.graph import model_graph
-from titanlike.graph.record_forward import record_forward
-from titanlike.launch.worker import Worker
-from titanlike.pipeline import pipeline
-from titanlike.training.build import build
-from titanlike.training.device_batches import to_device
+from titanlike.core.config.groups.jobs import Validation
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches, example_batch, validation_batches
+from titanlike.core.data.registry import DataError, open_data
+from titanlike.core.data.sources import IGNORE
+from titanlike.core.distributed.mesh import close_mesh, open_mesh
+from titanlike.core.graph import model_graph
+from titanlike.core.graph.record_forward import record_forward
+from titanlike.core.launch.worker import Worker
+from titanlike.core.pipeline import pipeline
+from titanlike.core.training.build import build
+from titanlike.core.training.device_batches import to_device
+from titanlike.run.checks import problems
 
 
 def data_of(function: str, **args: Any) -> Custom:

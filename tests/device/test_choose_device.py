@@ -12,13 +12,15 @@ from torch.distributed import HashStore
 
 from support.models import tiny
 from support.stand_in_gpus import driver, gpus
-from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Config, FitActivationCheckpoint, Launch
-from titanlike.device import accelerator
-from titanlike.device.accelerator import own_backend
-from titanlike.device.choose import choose_device, claim_device, first_device, start_device
-from titanlike.device.memory import total_memory
-from titanlike.training.preflight import preflight
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.computation import FitActivationCheckpoint
+from titanlike.core.config.groups.jobs import Launch
+from titanlike.core.config.schema import Config
+from titanlike.core.device import accelerator
+from titanlike.core.device.accelerator import own_backend
+from titanlike.core.device.choose import choose_device, claim_device, first_device, start_device
+from titanlike.core.device.memory import total_memory
+from titanlike.core.training.preflight import preflight
 
 Patch = pytest.MonkeyPatch
 

@@ -11,12 +11,12 @@ import torch
 from support.models import tiny
 from support.stand_in_gpus import gpus
 from support.world import run_world
-from titanlike.config.schema import Config
-from titanlike.device import accelerator, memory
-from titanlike.device.memory import PeakMemory, count_anew, peak_memory, prepare_allocator
-from titanlike.launch.worker import Worker
-from titanlike.metrics.sinks import read_jsonl
-from titanlike.training.loop import train
+from titanlike.core.config.schema import Config
+from titanlike.core.device import accelerator, memory
+from titanlike.core.device.memory import PeakMemory, count_anew, peak_memory, prepare_allocator
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.core.training.loop import train
 
 GIB = 2**30
 
@@ -78,7 +78,7 @@ def test_memory_that_cannot_be_pinned_fails_no_later_kernel(
 
 
 def train_as_on_gpus(config: Config, worker: Worker) -> None:
-    from titanlike.training import step
+    from titanlike.core.training import step
 
     step.peak_memory = lambda device: PeakMemory(100 + worker.rank, 300 - worker.rank)
     train(config, worker)

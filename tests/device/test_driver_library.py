@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.stand_in_gpus import driver
-from titanlike.device import nvml
+from titanlike.core.device import nvml
 
 
 @pytest.mark.parametrize(

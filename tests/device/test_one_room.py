@@ -12,10 +12,10 @@ ASKS = re.compile(
 )
 # what is about CUDA alone
 MAY = {
-    "titanlike/models/document_attention.py": [
+    "titanlike/core/models/document_attention.py": [
         "torch.cuda.get_device_capability"
     ],  # its kernels are CUDA's
-    "titanlike/config/schema.py": ['"cuda"'],  # a choice of `device`
+    "titanlike/core/config/schema.py": ['"cuda"'],  # a choice of `device`
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titanlike.device.accelerator import bf16_peak
+from titanlike.core.device.accelerator import bf16_peak
 
 
 @pytest.mark.parametrize(

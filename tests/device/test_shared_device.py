@@ -16,24 +16,26 @@ from benchmarks.speed.bench import bench
 from support.models import tiny
 from support.stand_in_gpus import driver, gpus
 from support.world import run_world
-from titanlike.config.errors import ConfigError, Refused
-from titanlike.config.schema import Config, Launch, Timeline
-from titanlike.device import accelerator
-from titanlike.device.choose import choose_device
-from titanlike.distributed import mesh as mesh_module
-from titanlike.distributed.mesh import join_group
-from titanlike.launch.failures import describe
-from titanlike.launch.worker import Worker
-from titanlike.planning.estimate import make_estimate
-from titanlike.planning.estimate_text import as_data, as_text
-from titanlike.planning.known_hardware import likely_hardware, planned_hardware, shipped
-from titanlike.planning.timeline_report import as_text as timeline_text
-from titanlike.planning.timeline_report import report_of
+from titanlike.core.config.errors import ConfigError, Refused
+from titanlike.core.config.groups.jobs import Launch
+from titanlike.core.config.groups.watching import Timeline
+from titanlike.core.config.schema import Config
+from titanlike.core.device import accelerator
+from titanlike.core.device.choose import choose_device
+from titanlike.core.distributed import mesh as mesh_module
+from titanlike.core.distributed.mesh import join_group
+from titanlike.core.launch.failures import describe
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.loop import train
+from titanlike.core.training.step import step_record
+from titanlike.core.training.train_plan import memory_for_training
+from titanlike.plan.estimate import make_estimate
+from titanlike.plan.estimate_text import as_data, as_text
+from titanlike.plan.known_hardware import likely_hardware, planned_hardware, shipped
+from titanlike.plan.timeline_report import as_text as timeline_text
+from titanlike.plan.timeline_report import report_of
 from titanlike.proof.verify import verify
-from titanlike.training.loop import train
-from titanlike.training.step import step_record
-from titanlike.training.stragglers import Stragglers
-from titanlike.training.train_plan import memory_for_training
+from titanlike.watch.stragglers import Stragglers
 
 Patch = pytest.MonkeyPatch
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -182,7 +184,7 @@ def test_no_speed_or_straggler_is_reported_on_a_shared_gpu(
     run = mock.Mock(mesh=mesh, transforms={}, plan=mock.Mock(flops_per_token=1.0))
     pending = mock.Mock(step=1, more={})
     pending.gradients.timer.seconds.return_value = 1.0
-    monkeypatch.setattr("titanlike.training.step.peak_flops", lambda *_: 1e12)
+    monkeypatch.setattr("titanlike.core.training.step.peak_flops", lambda *_: 1e12)
     for ranks, alone in ((1, True), (2, False)):
         config = shared(ranks)
         assert Stragglers(config, mesh, worker, mock.Mock())._on is alone

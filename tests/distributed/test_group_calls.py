@@ -26,20 +26,19 @@ from support.cells import slow
 from support.families import moe
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.optimizers.muon import Muon
-from titanlike.config.schema import (
+from titanlike.core.config.groups.computation import (
     ActivationCheckpoint,
-    Checkpoint,
-    Config,
-    Ema,
     Fsdp,
     Numerics,
-    Schedule,
     SelectiveActivationCheckpoint,
-    Validation,
 )
-from titanlike.launch.worker import Worker
-from titanlike.training.loop import train
+from titanlike.core.config.groups.jobs import Checkpoint, Validation
+from titanlike.core.config.groups.optimization import Ema
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.optimizers.muon import Muon
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.loop import train
 
 # methods of a process group, by the names that torch 2.11 to 2.15 have for them
 _OPERATIONS = (

@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import Config, Launch
-from titanlike.distributed.collectives import distinct_values
-from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.launch.worker import Worker
+from titanlike.core.config.groups.jobs import Launch
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.collectives import distinct_values
+from titanlike.core.distributed.mesh import close_mesh, open_mesh
+from titanlike.core.launch.worker import Worker
 
 
 def counted(calls: list[str], name: str) -> None:

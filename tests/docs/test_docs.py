@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+import titanlike
 from support.commands import shell
 from support.paths import ROOT
 from support.typed import typed
-from titanlike.config import validate
-from titanlike.config.other_frameworks import FORMER
-from titanlike.config.overrides import in_full
-from titanlike.config.parse import parse
-from titanlike.config.schema import OPEN_GROUPS
+from titanlike.core.config import validate
+from titanlike.core.config.other_frameworks import FORMER
+from titanlike.core.config.overrides import in_full
+from titanlike.core.config.parse import parse
+from titanlike.core.config.schema import OPEN_GROUPS
 
 _spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
 generate = importlib.util.module_from_spec(_spec)
@@ -37,7 +38,7 @@ NOT_RUN = {
     r"(data|model)\.path=|data\.sources=|tokenize_corpus": "needs files of the user's: tests/data and tests/models have some",
     r"tools/bench\.py": "measures: tests/proof/test_overhead.py runs it",
     r"constraints\.txt": "prepares an environment",
-    r"plan\.py search": "half a minute: tests/planning/test_plan.py searches",
+    r"plan\.py search": "half a minute: tests/plan/test_plan.py searches",
     r"examples/\w+\.py": "tests/library runs them",
 }
 # What is added to runs of the default model, so that they take a second and not ten.
@@ -183,6 +184,20 @@ def test_the_promises_of_sources_name_tests_that_exist() -> None:
     tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests" / "data").glob("*.py"))
     named = set(re.findall(r"`(test_\w+)`", PAGES["docs/data.md"]))
     assert named and [name for name in named if f"def {name}(" not in tests] == []
+
+
+def test_users_import_from_titanlike_alone_and_one_page_lists_all_of_it() -> None:
+    listed = (ROOT / "docs/library.md").read_text(encoding="utf-8")
+    assert [n for n in titanlike.__all__ if f"`titanlike.{n}" not in listed] == []
+    assert all(getattr(titanlike, name) is not None for name in titanlike.__all__)
+    examples = [
+        *(ROOT / "examples").rglob("*.py"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+    ]
+    for file in examples:
+        text = file.read_text(encoding="utf-8")
+        assert not re.findall(r"(?m)^\s*(?:from|import) titanlike\..*", text), file
 
 
 def test_generated_tables_match_the_code() -> None:

@@ -24,26 +24,22 @@ from support.models import tiny
 from support.opened import opened
 from support.proven import assert_proven
 from support.world import run_world
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import (
-    Config,
-    Custom,
-    EvenSplit,
-    Fsdp,
-    Model,
-    PointSplit,
-    SyntheticData,
-)
-from titanlike.graph.cut import message, message_problem, same_messages
-from titanlike.graph.model_graph import Field, ModelGraph
-from titanlike.graph.partition import partition
-from titanlike.graph.record_forward import record_forward
-from titanlike.graph.recording import RecordError
-from titanlike.graph.stage import Stage
-from titanlike.launch.worker import Worker
-from titanlike.models.registry import build_model, initial_weights_of
-from titanlike.training.preflight import preflight
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config.groups.computation import Fsdp
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.groups.pipeline import EvenSplit, PointSplit
+from titanlike.core.config.groups.user_code import Custom, Model
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.graph.cut import message, message_problem, same_messages
+from titanlike.core.graph.model_graph import Field, ModelGraph
+from titanlike.core.graph.partition import partition
+from titanlike.core.graph.record_forward import record_forward
+from titanlike.core.graph.recording import RecordError
+from titanlike.core.graph.stage import Stage
+from titanlike.core.launch.worker import Worker
+from titanlike.core.models.registry import build_model, initial_weights_of
+from titanlike.core.training.preflight import preflight
+from titanlike.core.training.train_plan import make_plan
 
 # --- models whose later stages use a tensor without needing its gradient: ids [B, T] -> [B, T, 64]
 

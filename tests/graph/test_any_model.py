@@ -10,9 +10,11 @@ import pytest
 from support.cells import slow
 from support.models import tiny
 from support.proven import assert_proven
-from titanlike.config.schema import Config, Custom, PointSplit
-from titanlike.training.preflight import preflight
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config.groups.pipeline import PointSplit
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.training.preflight import preflight
+from titanlike.core.training.train_plan import make_plan
 
 
 def config(name: str, *mesh: Any, points: list[str] | None = None, **changes: Any) -> Config:

@@ -9,10 +9,10 @@ import pytest
 from support.models import tiny
 from support.proven import assert_proven
 from support.stand_in_gpus import gpus
-from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Custom
-from titanlike.models.registry import build_model
-from titanlike.training.preflight import preflight
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.models.registry import build_model
+from titanlike.core.training.preflight import preflight
 
 
 @pytest.mark.slow

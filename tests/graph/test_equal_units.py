@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from support.models import tiny
-from titanlike.graph.units import call_key
-from titanlike.models import gpt2, llama
-from titanlike.training.train_plan import make_plan
+from titanlike.core.graph.units import call_key
+from titanlike.core.models import gpt2, llama
+from titanlike.core.training.train_plan import make_plan
 
 
 def recorded(family: str) -> list[Any]:
@@ -35,7 +35,7 @@ def test_equal_blocks_share_one_recording(family: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(kind, "forward", lambda *args: (calls.append(1), forward(*args))[1])
     once = recorded(family)
     few = len(calls)
-    monkeypatch.setattr("titanlike.graph.record_forward.call_key", lambda *_: None)
+    monkeypatch.setattr("titanlike.core.graph.record_forward.call_key", lambda *_: None)
     assert recorded(family) == once
     assert len(calls) - few >= 8 * few / 2  # 8 blocks
 

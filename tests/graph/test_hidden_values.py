@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from support.models import tiny
-from titanlike.config.schema import Custom
-from titanlike.training.preflight import preflight
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.training.preflight import preflight
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlike.config.schema import BalanceSplit, EvenSplit, PointSplit
-from titanlike.graph.partition import SplitError, even_sizes, partition
-from titanlike.graph.units import Unit
+from titanlike.core.config.groups.pipeline import BalanceSplit, EvenSplit, PointSplit
+from titanlike.core.graph.partition import SplitError, even_sizes, partition
+from titanlike.core.graph.units import Unit
 
 
 def llama(blocks: int) -> list[Unit]:

@@ -13,10 +13,12 @@ from support.cells import slow
 from support.models import tiny
 from support.proven import assert_proven
 from support.vision_models import of_images
-from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Config, Custom, TraceSplit
-from titanlike.graph.trace_forward import trace_forward
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.pipeline import TraceSplit
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.graph.trace_forward import trace_forward
+from titanlike.core.training.train_plan import make_plan
 
 
 def traced(*points: str, schedule: str = "1f1b", **changes: Any) -> Config:

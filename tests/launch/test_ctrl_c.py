@@ -24,7 +24,7 @@ from titanlike.cli import TOOLS
 SWALLOWED = """
 import os, signal, sys, weakref
 from titanlike.cli import run
-from titanlike.config import program
+from titanlike.core.config import program
 
 class Gone: pass
 
@@ -50,7 +50,7 @@ sys.meta_path.insert(0, Sends())
 """
 ENDLESS = """
 import time
-from titanlike.launch.signals import Interrupted, interruptible
+from titanlike.core.launch.signals import Interrupted, interruptible
 with interruptible(grace=1e6):
     try:
         print("ready", flush=True)
@@ -66,7 +66,10 @@ WORDS = {
     "export": ["none", "new"],
     "plan": [],
 }
-MODULES = ["titanlike.config.program", *slow("titanlike.launch.signals", "hydra", "torch")]
+MODULES = [
+    "titanlike.core.config.program",
+    *slow("titanlike.core.launch.signals", "hydra", "torch"),
+]
 
 
 @pytest.mark.parametrize("tool", TOOLS)

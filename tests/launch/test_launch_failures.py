@@ -14,10 +14,10 @@ import pytest
 from support.launched import Launched
 from support.paths import ROOT
 from support.run_files import result
-from titanlike.config.imports import import_object
-from titanlike.config.schema import Config, Launch
-from titanlike.launch import local
-from titanlike.launch.failures import (
+from titanlike.core.config.groups.jobs import Launch
+from titanlike.core.config.imports import import_object
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.failures import (
     Failure,
     JobFailed,
     clear_failures,
@@ -26,8 +26,9 @@ from titanlike.launch.failures import (
     root_cause,
     write_failure,
 )
-from titanlike.launch.signals import StopRequest
-from titanlike.launch.worker import Job
+from titanlike.core.launch.signals import StopRequest
+from titanlike.core.launch.worker import Job
+from titanlike.run import local
 
 
 def test_an_error_of_a_model_is_shown_and_the_next_run_trains_on_the_same_ranks(
@@ -36,7 +37,7 @@ def test_an_error_of_a_model_is_shown_and_the_next_run_trains_on_the_same_ranks(
     """Rank 1 alone fails, within a step of a sweep's first run; its peer is in a collective."""
     (tmp_path / "moody.py").write_text(
         "import os\n"
-        "from titanlike.models.llama import Block, Llama\n"
+        "from titanlike.core.models.llama import Block, Llama\n"
         "class BadBlock(Block):\n"
         "    def forward(self, x, *others):\n"
         "        if not x.is_meta and os.environ.get('RANK') == '1':\n"

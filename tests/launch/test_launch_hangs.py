@@ -28,13 +28,13 @@ from support.models import tiny
 from support.run_files import result
 from support.waiting import until
 from support.world import RankError, run_world
-from titanlike.checkpoint.storage import Storage
-from titanlike.config.schema import Config, Launch
-from titanlike.driver.job import ResultReporter
-from titanlike.launch import torchrun
-from titanlike.launch import watchdog as watchdogs
-from titanlike.launch.device_queue import DeviceQueue
-from titanlike.launch.failures import (
+from titanlike.core.checkpoint.storage import Storage
+from titanlike.core.config.groups.jobs import Launch
+from titanlike.core.config.schema import Config
+from titanlike.core.launch import torchrun
+from titanlike.core.launch import watchdog as watchdogs
+from titanlike.core.launch.device_queue import DeviceQueue
+from titanlike.core.launch.failures import (
     Failure,
     PeerFailed,
     describe,
@@ -42,12 +42,13 @@ from titanlike.launch.failures import (
     root_cause,
     write_failure,
 )
-from titanlike.launch.hang import explain
-from titanlike.launch.heartbeat import Beat, heartbeat_path
-from titanlike.launch.rendezvous import barrier
-from titanlike.launch.watchdog import Watchdog
-from titanlike.launch.worker import Worker
-from titanlike.training.session import watch_long_steps
+from titanlike.core.launch.hang import explain
+from titanlike.core.launch.heartbeat import Beat, heartbeat_path
+from titanlike.core.launch.rendezvous import barrier
+from titanlike.core.launch.watchdog import Watchdog
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.session import watch_long_steps
+from titanlike.run.job import ResultReporter
 
 HANGS = Launch(timeout=60, step_timeout=2, heartbeat=1)
 
@@ -84,8 +85,8 @@ class StandIn:
 
 def hang_in_data(config: Config, worker: Worker, hang: str) -> None:
     """Training in which rank 1 hangs when it takes the batch of step 3."""
-    from titanlike.training import loop
-    from titanlike.training.loop import train
+    from titanlike.core.training import loop
+    from titanlike.core.training.loop import train
 
     take = loop.batches_from
 
@@ -105,8 +106,8 @@ def hang_in_data(config: Config, worker: Worker, hang: str) -> None:
 def hang_on_device(config: Config, worker: Worker, _: str) -> None:
     """Training in which the ranks' devices stop in step 3, each in front of an action's mark, while
     Python goes on, until it waits for the device at the end of the schedule."""
-    from titanlike.training import session
-    from titanlike.training.loop import train
+    from titanlike.core.training import session
+    from titanlike.core.training.loop import train
 
     device, stops = Device(), [("0B2", True), ("1F2", False)]
     session.device_queue = lambda _: DeviceQueue(device.event)
@@ -407,8 +408,8 @@ def leave(config: Config, worker: Worker) -> list[tuple[bool, int, bool]]:
     CPU, and as if they were a GPU's."""
     import torch.distributed as dist
 
-    from titanlike.distributed.mesh import open_mesh
-    from titanlike.torch_private import process_groups
+    from titanlike.core.distributed.mesh import open_mesh
+    from titanlike.core.torch_private import process_groups
 
     aborts, found = [], []
     abort, real = process_groups.abort_groups, dist.get_backend_config

@@ -25,12 +25,13 @@ from support.paths import ROOT
 from support.run_files import result
 from support.waiting import until
 from support.world import fork_context
-from titanlike.launch import local, signals
-from titanlike.launch.environment import import_path, workers_environment
-from titanlike.launch.local import WorkerProcesses, scratch_folder
-from titanlike.launch.signals import StopRequest
-from titanlike.launch.worker import Job
-from titanlike.torch_private import accelerator
+from titanlike.core.launch import signals
+from titanlike.core.launch.environment import import_path, workers_environment
+from titanlike.core.launch.signals import StopRequest
+from titanlike.core.launch.worker import Job
+from titanlike.core.torch_private import accelerator
+from titanlike.run import local
+from titanlike.run.local import WorkerProcesses, scratch_folder
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_workers_share_the_cores_and_have_no_variables_of_an_outer_launcher(monk
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
-    monkeypatch.setattr("titanlike.launch.environment.available_cores", lambda: 256)
+    monkeypatch.setattr("titanlike.core.launch.environment.available_cores", lambda: 256)
     compilers = [
         workers_environment(ranks)["TORCHINDUCTOR_COMPILE_THREADS"] for ranks in (1, 8, 16, 10_000)
     ]
@@ -134,7 +135,7 @@ def test_workers_share_the_cores_and_have_no_variables_of_an_outer_launcher(monk
 
 def test_workers_are_started_with_pythons_own_options() -> None:
     options = ["-W", "once::UnicodeWarning", "-X", "utf8"]
-    code = "from titanlike.launch.environment import interpreter; print(*interpreter())"
+    code = "from titanlike.core.launch.environment import interpreter; print(*interpreter())"
     command = [sys.executable, *options, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "-Wonce::UnicodeWarning" in done.stdout and "-Xutf8" in done.stdout.replace(" ", "")
@@ -347,7 +348,7 @@ def test_a_signal_while_an_object_is_deleted_is_not_lost(tmp_path: Path, work_le
     program = tmp_path / "program.py"
     program.write_text(
         f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from titanlike.launch.signals import Interrupted, interruptible\n"
+        "from titanlike.core.launch.signals import Interrupted, interruptible\n"
         "class Slow:\n"
         "    def __del__(self):\n"
         "        print('deleting', flush=True)\n"
@@ -421,7 +422,7 @@ def test_the_scratch_folder_of_a_killed_driver_is_removed_by_the_next(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = (
-        "from titanlike.launch.local import scratch_folder\n"
+        "from titanlike.run.local import scratch_folder\n"
         "with scratch_folder() as folder: print(folder, flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

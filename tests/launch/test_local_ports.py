@@ -20,8 +20,8 @@ from support.forked import run
 from support.launched import Launched
 from support.paths import ROOT
 from support.waiting import until
-from titanlike.config.errors import ConfigError
-from titanlike.launch.local import scratch_folder
+from titanlike.core.config.errors import ConfigError
+from titanlike.run.local import scratch_folder
 
 
 def test_a_local_run_listens_on_loopback_alone_and_no_port_is_a_store(
@@ -99,6 +99,6 @@ def test_the_workers_folder_is_private_and_cannot_be_prepared_or_replaced_by_oth
 
 
 def test_without_a_private_folder_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlike.launch.local._replaceable", lambda folder: True)
+    monkeypatch.setattr("titanlike.run.local._replaceable", lambda folder: True)
     with pytest.raises(ConfigError, match="TMPDIR=.*may rename"), scratch_folder():
         pass

@@ -20,13 +20,13 @@ from support.models import tiny
 from support.waiting import until
 from support.world import run_world
 from titanlike import library
-from titanlike.config.schema import Config
-from titanlike.distributed.collectives import gather_objects, scatter_objects
-from titanlike.distributed.mesh import open_mesh
-from titanlike.launch.failures import describe
-from titanlike.launch.rendezvous import DATA_TIMEOUT, BarrierTimeout, barrier, start_together
-from titanlike.launch.torchrun import start_id
-from titanlike.launch.worker import Worker
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.collectives import gather_objects, scatter_objects
+from titanlike.core.distributed.mesh import open_mesh
+from titanlike.core.launch.failures import describe
+from titanlike.core.launch.rendezvous import DATA_TIMEOUT, BarrierTimeout, barrier, start_together
+from titanlike.core.launch.torchrun import start_id
+from titanlike.core.launch.worker import Worker
 
 MACHINE = 4  # ranks of one
 

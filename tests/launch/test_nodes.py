@@ -21,8 +21,8 @@ from support.records import numbers
 from support.run_files import config_of
 from support.waiting import until
 from support.world import run_world
-from titanlike.launch.environment import RestartState
-from titanlike.training.loop import train
+from titanlike.core.launch.environment import RestartState
+from titanlike.core.training.loop import train
 
 # a dead machine is detected after 6 s (sooner, a busy one might be taken for dead, and two runs
 # would write to one folder); the machines that have joined 1 s later take part in the next start
@@ -155,7 +155,7 @@ def test_the_state_of_a_job_whose_torchrun_has_ended_is_removed(
     """The next one may have the same process id, and the same --rdzv-id."""
     program = (
         f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "from titanlike.launch.environment import RestartState\n"
+        "from titanlike.core.launch.environment import RestartState\n"
         "state = RestartState.load(); state.count_start(); print(state.get('key'))\n"
         "state.set_default('key', 'value')"
     )

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from support.paths import ROOT
-from titanlike.launch.process_end import built, collected_once_built, leave
+from titanlike.core.launch.process_end import built, collected_once_built, leave
 
 PROGRAM = """
 import atexit, gc, sys, threading, time
 sys.path.insert(0, {root!r})
-from titanlike.launch.process_end import leave
+from titanlike.core.launch.process_end import leave
 class Torn:
     def __del__(self): print("torn down", flush=True)
 kept = Torn()

@@ -22,11 +22,11 @@ from support.commands import TINY, command
 from support.launched import Launched
 from support.paths import ROOT
 from support.waiting import until
-from titanlike.checkpoint.integrity import delete_checkpoint
-from titanlike.checkpoint.storage import Storage
-from titanlike.launch import run_dir_lock
-from titanlike.launch.failures import TakenOver
-from titanlike.launch.run_dir_lock import OWNER, RunDirOwner, claim, lock_as_rank
+from titanlike.core.checkpoint.integrity import delete_checkpoint
+from titanlike.core.checkpoint.storage import Storage
+from titanlike.core.launch import run_dir_lock
+from titanlike.core.launch.failures import TakenOver
+from titanlike.core.launch.run_dir_lock import OWNER, RunDirOwner, claim, lock_as_rank
 
 TRAIN = ROOT / "train.py"
 SAVING = [

@@ -19,21 +19,17 @@ from support.records import numbers
 from support.runs import train_each
 from support.world import run_world
 from titanlike import library
-from titanlike.config.errors import ConfigError
-from titanlike.config.schema import (
-    Checkpoint,
-    Config,
-    Launch,
-    Metrics,
-    Model,
-    Numerics,
-    Schedule,
-    TextData,
-    TokenData,
-)
-from titanlike.launch.worker import Worker
-from titanlike.metrics.sinks import read_jsonl
-from titanlike.training.anomalies import BadNumbers
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.computation import Numerics
+from titanlike.core.config.groups.data import TextData, TokenData
+from titanlike.core.config.groups.jobs import Checkpoint, Launch
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.groups.watching import Metrics
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.core.training.anomalies import BadNumbers
 
 STEPS = 2
 ONE = tiny(layers=4, steps=STEPS, schedule=Schedule("gpipe", 4), batch_size=8)

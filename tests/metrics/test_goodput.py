@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from titanlike.config.files import dumps
-from titanlike.metrics.goodput import goodput, goodput_text
-from titanlike.metrics.run_files import STARTS
-from titanlike.metrics.sinks import JsonlSink
+from titanlike.core.config.files import dumps
+from titanlike.core.metrics.goodput import goodput, goodput_text
+from titanlike.core.metrics.run_files import STARTS
+from titanlike.core.metrics.sinks import JsonlSink
 
 
 def lines(path: Path, records: list[dict[str, Any]]) -> None:

@@ -23,17 +23,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.paths import ROOT
-from titanlike.metrics import units
-from titanlike.metrics.console import shorten, step_line, table_lines
-from titanlike.metrics.run_files import read_result, write_result
-from titanlike.metrics.sinks import JsonlSink, read_jsonl
-from titanlike.metrics.tensorboard_sink import TensorBoardSink, tensorboard_problem
+from titanlike.core.metrics import units
+from titanlike.core.metrics.console import shorten, step_line, table_lines
+from titanlike.core.metrics.run_files import read_result, write_result
+from titanlike.core.metrics.sinks import JsonlSink, read_jsonl
+from titanlike.watch.tensorboard_sink import TensorBoardSink, tensorboard_problem
 
 COMMAND = f"W&B offline: wandb sync /home/{'somebody/' * 20}run /home/somebody/run"
 PLACE = "/tmp/my-first-one/experiments/of-somebody/run-2026"
 END = f"training complete: val loss 1.8932, checkpoint at step 300, output in {PLACE}"
 RUN = f"""
-from titanlike.metrics.console import Console
+from titanlike.core.metrics.console import Console
 console = Console(steps=44, log_every=10)
 console.start_at(4)
 path = "/home/somebody/" + "very/" * 30 + "deep/run"

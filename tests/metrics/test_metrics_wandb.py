@@ -17,9 +17,9 @@ from support.cells import slow
 from support.paths import ROOT
 from support.waiting import until
 from support.wandb_file import WandbFile, read_wandb_file
-from titanlike.metrics.run_files import log_start
-from titanlike.metrics.sinks import read_jsonl
-from titanlike.metrics.wandb_sink import _mode, run_id
+from titanlike.core.metrics.run_files import log_start
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.watch.wandb_sink import _mode, run_id
 
 NO_NETWORK = {"WANDB_BASE_URL": "http://127.0.0.1:9"}
 CONFIG = {"pp": 2, "optimizer": {"name": "adamw", "lr": 3e-3}}
@@ -29,9 +29,9 @@ LOSSES = [0.1 + 0.2, 1 / 3, 5e-324]
 RUN = f"""
 import json, os, signal, sys, time
 from pathlib import Path
-from titanlike.config.schema import Wandb
-from titanlike.metrics import wandb_sink
-from titanlike.metrics.wandb_sink import WandbSink
+from titanlike.core.config.groups.watching import Wandb
+from titanlike.watch import wandb_sink
+from titanlike.watch.wandb_sink import WandbSink
 
 folder, first, last, timeout, event, project = sys.argv[1:]
 sys.argv += ["steps=7", "logger.password=op3nsesame"]
@@ -131,11 +131,11 @@ def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_pa
 UNDONE = """
 import sys
 from pathlib import Path
-from titanlike.config.schema import Wandb
-from titanlike.metrics.run_files import Events
-from titanlike.metrics.sinks import JsonlSink
-from titanlike.metrics.tensorboard_sink import TensorBoardSink
-from titanlike.metrics.wandb_sink import WandbSink
+from titanlike.core.config.groups.watching import Wandb
+from titanlike.core.metrics.run_files import Events
+from titanlike.core.metrics.sinks import JsonlSink
+from titanlike.watch.tensorboard_sink import TensorBoardSink
+from titanlike.watch.wandb_sink import WandbSink
 
 folder, start, attempt, *rest = sys.argv[1:]
 folder, start, events = Path(folder), int(start), Events(Path(folder), print)

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from support.commands import TINY, command
-from titanlike.config import files
-from titanlike.driver.tools import report as main
-from titanlike.metrics import report
-from titanlike.metrics.chart import Chart, Span
-from titanlike.metrics.report import page, read_history, write_reports
-from titanlike.metrics.sinks import read_jsonl
-from titanlike.planning.run_charts import run_charts
+from titanlike.core.config import files
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.plan.run_charts import run_charts
+from titanlike.run.tools import report as main
+from titanlike.watch import report
+from titanlike.watch.chart import Chart, Span
+from titanlike.watch.report import page, read_history, write_reports
 
 
 def opened(page: Path, profile: Path) -> tuple[str, list[str]]:

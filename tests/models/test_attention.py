@@ -27,23 +27,30 @@ from support.models import tiny
 from support.real_model import real
 from support.varlen import as_on_a_gpu, uncompiled_flex
 from support.world import run_world
-from titanlike.config.schema import Config, Custom, SelectiveActivationCheckpoint
-from titanlike.costs.node_costs import count
-from titanlike.data.sources import Data
-from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.graph.model_graph import Field, ModelGraph
-from titanlike.graph.recording import Recording
-from titanlike.launch.worker import Worker
-from titanlike.models import attention as attention_module
-from titanlike.models import document_attention as kernels
-from titanlike.models import documents as documents_module
-from titanlike.models.attention import attention
-from titanlike.models.document_attention import document_blocks, document_mask
-from titanlike.models.documents import Documents, attention_inputs, document_spans, with_host_copy
-from titanlike.models.llama import rotary_table, rotate
-from titanlike.models.registry import build_model
-from titanlike.torch_private.operators import operator_names
-from titanlike.training.build import build
+from titanlike.core.config.groups.computation import SelectiveActivationCheckpoint
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.data.sources import Data
+from titanlike.core.distributed.mesh import close_mesh, open_mesh
+from titanlike.core.graph.model_graph import Field, ModelGraph
+from titanlike.core.graph.recording import Recording
+from titanlike.core.launch.worker import Worker
+from titanlike.core.models import attention as attention_module
+from titanlike.core.models import document_attention as kernels
+from titanlike.core.models import documents as documents_module
+from titanlike.core.models.attention import attention
+from titanlike.core.models.document_attention import document_blocks, document_mask
+from titanlike.core.models.documents import (
+    Documents,
+    attention_inputs,
+    document_spans,
+    with_host_copy,
+)
+from titanlike.core.models.llama import rotary_table, rotate
+from titanlike.core.models.registry import build_model
+from titanlike.core.torch_private.operators import operator_names
+from titanlike.core.training.build import build
+from titanlike.plan.costs.node_costs import count
 
 B, T, E = 2, 37, 16
 TIGHT = {"rtol": 1e-6, "atol": 2e-6}

@@ -11,8 +11,8 @@ import pytest
 from support import forked
 from support.models import tiny
 from support.paths import ROOT
-from titanlike.config.schema import Custom
-from titanlike.training.preflight import preflight
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.training.preflight import preflight
 
 EXAMPLES = ROOT / "examples"
 CONF = EXAMPLES / "my_models" / "conf"

@@ -18,22 +18,24 @@ from support.cells import slow
 from support.hf_tiny import folder_of, logits_by_document, model_of, own, sizes, tiny_hf
 from support.real_model import real
 from support.world import run_world
-from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Config, Custom, EvenSplit, Model
-from titanlike.distributed.initialize import initialize
-from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.graph.cut import StageGraph
-from titanlike.graph.model_graph import ModelGraph, fields_of
-from titanlike.graph.partition import partition
-from titanlike.graph.stage import Stage
-from titanlike.launch.worker import Worker
-from titanlike.models import hf, safetensors_folder
-from titanlike.models.hf_config import FAMILIES
-from titanlike.models.hf_init import record_initialization
-from titanlike.models.registry import build_model, initial_weights_of
-from titanlike.models.safetensors_folder import SafetensorsFolder
-from titanlike.training.build import build
-from titanlike.training.preflight import preflight
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.pipeline import EvenSplit
+from titanlike.core.config.groups.user_code import Custom, Model
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.initialize import initialize
+from titanlike.core.distributed.mesh import close_mesh, open_mesh
+from titanlike.core.graph.cut import StageGraph
+from titanlike.core.graph.model_graph import ModelGraph, fields_of
+from titanlike.core.graph.partition import partition
+from titanlike.core.graph.stage import Stage
+from titanlike.core.launch.worker import Worker
+from titanlike.core.models.registry import build_model, initial_weights_of
+from titanlike.core.training.build import build
+from titanlike.core.training.preflight import preflight
+from titanlike.hf import hf, safetensors_folder
+from titanlike.hf.hf_config import FAMILIES
+from titanlike.hf.hf_init import record_initialization
+from titanlike.hf.safetensors_folder import SafetensorsFolder
 
 CPU = torch.device("cpu")
 # learned positions; windows; experts, normed heads; sinks

@@ -14,12 +14,15 @@ from support.cells import cells
 from support.families import deepseek, gpt_oss
 from support.models import tiny
 from support.proven import assert_proven
-from titanlike.config.schema import ActivationCheckpoint, Config, Custom, TextData
-from titanlike.models.cache import KeyValueCache
-from titanlike.models.moe import RoutedMLP
-from titanlike.models.registry import build_model
-from titanlike.models.rope_scaling import RopeScaling, scaling_of
-from titanlike.training.preflight import preflight
+from titanlike.core.config.groups.computation import ActivationCheckpoint
+from titanlike.core.config.groups.data import TextData
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.models.cache import KeyValueCache
+from titanlike.core.models.registry import build_model
+from titanlike.core.models.rope_scaling import RopeScaling, scaling_of
+from titanlike.core.training.preflight import preflight
+from titanlike.techniques.mixture.moe import RoutedMLP
 
 
 def latent(*mesh: Any, **changes: Any) -> Config:

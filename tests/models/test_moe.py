@@ -14,14 +14,14 @@ from support.cells import slow
 from support.command_lines import examined
 from support.hf_tiny import model_of, own, sizes
 from support.models import tiny
-from titanlike.config.schema import Model
-from titanlike.costs.node_costs import EXPERTS_PRODUCT
-from titanlike.models import experts
-from titanlike.models.experts import EXPERT_LINEAR, expert_linear, runs_grouped
-from titanlike.models.moe import RoutedMLP, Routing
-from titanlike.models.registry import build_model, resolve_model
-from titanlike.parallel.activation_checkpoint import PRODUCTS
-from titanlike.training.preflight import preflight
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.models.registry import build_model, resolve_model
+from titanlike.core.training.preflight import preflight
+from titanlike.plan.costs.node_costs import EXPERTS_PRODUCT
+from titanlike.techniques.activation_checkpoint import PRODUCTS
+from titanlike.techniques.mixture import experts
+from titanlike.techniques.mixture.experts import EXPERT_LINEAR, expert_linear, runs_grouped
+from titanlike.techniques.mixture.moe import RoutedMLP, Routing
 
 # --- the published models ------------------------------------------------------------------------
 

@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from support.cells import cells
 from support.models import LLAMA, tiny
 from support.proven import assert_proven
-from titanlike.config.schema import ChunkedCrossEntropy, Config, CrossEntropy, Model
-from titanlike.models.documents import attention_inputs
-from titanlike.models.llama import Llama, rotary_table
-from titanlike.models.registry import build_model, resolve_model
-from titanlike.optim.loss import build_loss
-from titanlike.training.preflight import preflight
+from titanlike.core.config.groups.optimization import ChunkedCrossEntropy, CrossEntropy
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.schema import Config
+from titanlike.core.models.documents import attention_inputs
+from titanlike.core.models.llama import Llama, rotary_table
+from titanlike.core.models.registry import build_model, resolve_model
+from titanlike.core.optim.loss import build_loss
+from titanlike.core.training.preflight import preflight
 
 WEIGHT = CrossEntropy(mtp_weight=0.3)
 CHUNKED = ChunkedCrossEntropy(chunk=7, mtp_weight=0.3)

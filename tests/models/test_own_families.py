@@ -12,11 +12,11 @@ import transformers
 from torch import nn
 
 from support.hf_tiny import sizes
-from titanlike.config.schema import Custom
-from titanlike.models.hf_names import FAMILIES, Counterpart
-from titanlike.models.hf_weights import own_weights
-from titanlike.models.llama import MLP
-from titanlike.models.registry import build_model
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.models.llama import MLP
+from titanlike.core.models.registry import build_model
+from titanlike.hf.hf_names import FAMILIES, Counterpart
+from titanlike.hf.hf_weights import own_weights
 
 KINDS = {theirs.model_type: (ours, theirs) for ours, each in FAMILIES.items() for theirs in each}
 # what a default would hide

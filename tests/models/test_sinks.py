@@ -15,16 +15,19 @@ from support.families import gpt_oss
 from support.models import tiny
 from support.proven import assert_proven
 from support.varlen import as_on_a_gpu, uncompiled_flex
-from titanlike.config.optimizers.muon import Muon
-from titanlike.config.schema import ActivationCheckpoint, Config, Custom, TextData
-from titanlike.models import document_attention as kernels
-from titanlike.models.attention import attention
-from titanlike.models.biased_experts import ALPHA, BiasedExperts
-from titanlike.models.documents import Documents, document_spans, sequence_spans
-from titanlike.models.experts import expert_linear
-from titanlike.models.registry import build_model
-from titanlike.optim.optimizer import hidden_matrices
-from titanlike.training.preflight import preflight
+from titanlike.core.config.groups.computation import ActivationCheckpoint
+from titanlike.core.config.groups.data import TextData
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.optimizers.muon import Muon
+from titanlike.core.config.schema import Config
+from titanlike.core.models import document_attention as kernels
+from titanlike.core.models.attention import attention
+from titanlike.core.models.documents import Documents, document_spans, sequence_spans
+from titanlike.core.models.registry import build_model
+from titanlike.core.optim.optimizer import hidden_matrices
+from titanlike.core.training.preflight import preflight
+from titanlike.techniques.mixture.biased_experts import ALPHA, BiasedExperts
+from titanlike.techniques.mixture.experts import expert_linear
 
 DOCUMENTS = TextData(documents=True)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Custom
-from titanlike.models.registry import build_model
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.models.registry import build_model
 
 
 @pytest.mark.parametrize(

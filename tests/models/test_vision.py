@@ -10,7 +10,8 @@ import pytest
 from support.cells import slow
 from support.proven import assert_proven
 from support.vision_models import of_images
-from titanlike.config.schema import BalanceSplit, Config, PointSplit
+from titanlike.core.config.groups.pipeline import BalanceSplit, PointSplit
+from titanlike.core.config.schema import Config
 
 SKIPS = PointSplit(points=["down.2", "up.0", "up.2"])  # 3 skips: over 1, 2 and 3 boundaries
 # the first stage's output is used in every later one, the image again in the last

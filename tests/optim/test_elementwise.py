@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlike.config.imports import import_object
-from titanlike.config.keys import key
-from titanlike.config.optimizer import Optimizer, optimizer_kinds
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.optim.fused import Elementwise, OptimizerContext, step_unless
+from titanlike.core.config.imports import import_object
+from titanlike.core.config.keys import key
+from titanlike.core.config.optimizer import Optimizer, optimizer_kinds
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.optim.fused import Elementwise, OptimizerContext, step_unless
 
 
 @dataclass

@@ -15,26 +15,22 @@ from support.cells import cells
 from support.models import tiny
 from support.proven import assert_proven
 from support.world import run_world
-from titanlike.checkpoint.integrity import MODEL
-from titanlike.checkpoint.reader import ShardReader
-from titanlike.config.files import parse_object
-from titanlike.config.optimizers.adamw import AdamW
-from titanlike.config.optimizers.muon import Muon
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import (
-    Checkpoint,
-    Config,
-    ConstantLr,
-    CustomOptimizer,
-    Ema,
-    Fsdp,
-    Validation,
-)
-from titanlike.distributed.placement import optimizer_state
-from titanlike.models.registry import build_model, resolve_model
-from titanlike.optim.fused import step_unless
-from titanlike.optim.optimizer import build_optimizers
-from titanlike.training.loop import train
+from titanlike.core.checkpoint.integrity import MODEL
+from titanlike.core.checkpoint.reader import ShardReader
+from titanlike.core.config.files import parse_object
+from titanlike.core.config.groups.computation import Fsdp
+from titanlike.core.config.groups.jobs import Checkpoint, Validation
+from titanlike.core.config.groups.optimization import ConstantLr, Ema
+from titanlike.core.config.groups.user_code import CustomOptimizer
+from titanlike.core.config.optimizers.adamw import AdamW
+from titanlike.core.config.optimizers.muon import Muon
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.placement import optimizer_state
+from titanlike.core.models.registry import build_model, resolve_model
+from titanlike.core.optim.fused import step_unless
+from titanlike.core.optim.optimizer import build_optimizers
+from titanlike.core.training.loop import train
 
 AVERAGED = {"ema": Ema(0.6), "layers": 2, "steps": 4, "validation": Validation(2, 1)}
 AVERAGED |= {"checkpoint": Checkpoint(every=2), "lr": ConstantLr(warmup=0)}

@@ -14,14 +14,15 @@ from support.cells import cells
 from support.families import gpt_oss, hf
 from support.models import tiny
 from support.proven import assert_proven
-from titanlike.config.optimizer import ParameterGroup
-from titanlike.config.optimizers.adamw import AdamW
-from titanlike.config.optimizers.muon import Muon
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import Config, Model
-from titanlike.models.registry import build_model, resolve_model
-from titanlike.optim.optimizer import build_optimizers, hidden_matrices, set_lr
-from titanlike.training.preflight import preflight
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.optimizer import ParameterGroup
+from titanlike.core.config.optimizers.adamw import AdamW
+from titanlike.core.config.optimizers.muon import Muon
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.models.registry import build_model, resolve_model
+from titanlike.core.optim.optimizer import build_optimizers, hidden_matrices, set_lr
+from titanlike.core.training.preflight import preflight
 
 EMBEDDING = ParameterGroup(lr=1e-3, weight_decay=0.0)
 NORMS = ParameterGroup(weight_decay=0.3, betas=[0.8, 0.9])

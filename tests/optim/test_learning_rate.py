@@ -13,11 +13,12 @@ from torch import nn
 from support.models import tiny
 from support.opened import opened
 from support.world import run_world
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import Config, ConstantLr, DecayLr, WsdLr
-from titanlike.launch.worker import Worker
-from titanlike.optim.fused import clip_in_place
-from titanlike.optim.optimizer import clip_divisor, lr_factor
+from titanlike.core.config.groups.optimization import ConstantLr, DecayLr, WsdLr
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.optim.fused import clip_in_place
+from titanlike.core.optim.optimizer import clip_divisor, lr_factor
 
 
 @given(

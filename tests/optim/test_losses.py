@@ -15,21 +15,17 @@ from support.models import tiny
 from support.opened import opened
 from support.proven import assert_proven
 from support.world import run_world
-from titanlike.config.schema import (
-    BalanceSplit,
-    ChunkedCrossEntropy,
-    Config,
-    CrossEntropy,
-    Custom,
-    Mse,
-    Precision,
-    SyntheticData,
-)
-from titanlike.data.sources import IGNORE
-from titanlike.launch.worker import Worker
-from titanlike.optim.loss import build_loss
-from titanlike.training.preflight import preflight
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config.groups.computation import Precision
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.groups.optimization import ChunkedCrossEntropy, CrossEntropy, Mse
+from titanlike.core.config.groups.pipeline import BalanceSplit
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.data.sources import IGNORE
+from titanlike.core.launch.worker import Worker
+from titanlike.core.optim.loss import build_loss
+from titanlike.core.training.preflight import preflight
+from titanlike.core.training.train_plan import make_plan
 
 CHUNKED = ChunkedCrossEntropy(chunk=7)  # does not divide the tokens of a microbatch
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})

@@ -15,13 +15,14 @@ from support.models import tiny
 from support.opened import opened
 from support.proven import assert_proven
 from support.world import run_world
-from titanlike.config.optimizers.muon import Muon
-from titanlike.config.schema import Config, Precision
-from titanlike.launch.worker import Worker
-from titanlike.models.registry import build_model, resolve_model
-from titanlike.optim import muon
-from titanlike.optim.optimizer import build_optimizers, hidden_matrices, set_lr
-from titanlike.training.preflight import preflight
+from titanlike.core.config.groups.computation import Precision
+from titanlike.core.config.optimizers.muon import Muon
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.models.registry import build_model, resolve_model
+from titanlike.core.optim.optimizer import build_optimizers, hidden_matrices, set_lr
+from titanlike.core.training.preflight import preflight
+from titanlike.techniques import muon
 
 MUON = Muon()
 OTHER = Muon(adjust_lr="original", nesterov=False, ns_steps=3, momentum=0.8, adamw_lr=1e-3)

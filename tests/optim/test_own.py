@@ -15,10 +15,12 @@ from support.commands import TINY, command
 from support.models import tiny
 from support.paths import ROOT
 from support.proven import assert_proven
-from titanlike.config.schema import Config, Custom, CustomOptimizer, Numerics
-from titanlike.metrics.sinks import read_jsonl
-from titanlike.optim.custom import custom_optimizer, problems
-from titanlike.optim.optimizer import learning_rate
+from titanlike.core.config.groups.computation import Numerics
+from titanlike.core.config.groups.user_code import Custom, CustomOptimizer
+from titanlike.core.config.schema import Config
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.core.optim.custom import custom_optimizer, problems
+from titanlike.core.optim.optimizer import learning_rate
 
 LION = "my_models.optimizers.Lion"
 SQUARE_ROOT = "my_models.optimizers.inverse_square_root"

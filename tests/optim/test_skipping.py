@@ -16,13 +16,15 @@ from support.cells import cells
 from support.models import tiny
 from support.opened import Opened, opened
 from support.world import run_world
-from titanlike.config.optimizers.adamw import AdamW
-from titanlike.config.optimizers.muon import Muon
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import Config, Custom, CustomOptimizer, Fsdp
-from titanlike.launch.worker import Worker
-from titanlike.torch_private.dtensor import local
-from titanlike.training.anomalies import AnomalyDetector
+from titanlike.core.config.groups.computation import Fsdp
+from titanlike.core.config.groups.user_code import Custom, CustomOptimizer
+from titanlike.core.config.optimizers.adamw import AdamW
+from titanlike.core.config.optimizers.muon import Muon
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.torch_private.dtensor import local
+from titanlike.core.training.anomalies import AnomalyDetector
 
 BAD = (1, 3)  # steps: also the first, in which state begins
 

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from support.message_streams import Deadlock, a_pair, compute, makespan, one_stream, order_of
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import Config, LoopedSchedule
-from titanlike.distributed import mesh as mesh_module
-from titanlike.distributed.mesh import open_mesh
-from titanlike.launch.worker import Worker
-from titanlike.pipeline.schedules import SCHEDULES
-from titanlike.torch_private.pipeline_runtime import _lower
-from titanlike.torch_private.pipeline_skips import skip_posts
+from titanlike.core.config.groups.pipeline import LoopedSchedule
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed import mesh as mesh_module
+from titanlike.core.distributed.mesh import open_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.pipeline.schedules import SCHEDULES
+from titanlike.core.torch_private.pipeline_runtime import _lower
+from titanlike.core.torch_private.pipeline_skips import skip_posts
 
 MESSAGE = 0.1  # of a microbatch's forward on one rank
 
@@ -90,10 +91,10 @@ def test_crossed_p2p_messages_are_a_deadlock() -> None:
 
 def batches_of_messages(config: Config, worker: Worker) -> tuple[int, int]:
     """In a step and an evaluation after a first: messages started by themselves, and in batches."""
-    from titanlike.data.loader import batches
-    from titanlike.data.registry import open_data
-    from titanlike.training.build import build
-    from titanlike.training.device_batches import to_device
+    from titanlike.core.data.loader import batches
+    from titanlike.core.data.registry import open_data
+    from titanlike.core.training.build import build
+    from titanlike.core.training.device_batches import to_device
 
     mesh = open_mesh(config, worker)
     run = build(config, mesh)

@@ -11,10 +11,11 @@ import torch
 from support.models import tiny
 from support.opened import opened
 from support.world import run_world
-from titanlike.config.schema import Config, Schedule
-from titanlike.launch.worker import Worker
-from titanlike.pipeline.microbatch_loop import MicrobatchLoop
-from titanlike.pipeline.pipeline import Pipeline
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.pipeline.microbatch_loop import MicrobatchLoop
+from titanlike.core.pipeline.pipeline import Pipeline
 
 
 def results(config: Config, worker: Worker) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlike.pipeline.order import Action, Order
-from titanlike.pipeline.order_check import check_order, completion_key, dependencies, walk
-from titanlike.pipeline.schedules import interleaved_1f1b, loop, one_f_one_b, vee
+from titanlike.core.pipeline.order import Action, Order
+from titanlike.core.pipeline.order_check import check_order, completion_key, dependencies, walk
+from titanlike.core.pipeline.schedules import interleaved_1f1b, loop, one_f_one_b, vee
 
 # pp 2, 2 microbatches, one stage a rank; rank 0 splits the backward of microbatch 1
 SPLIT = "0F0,0F1,0B0,0I1,0W1\n1F0,1F1,1B0,1B1\n"

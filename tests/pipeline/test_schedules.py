@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlike.config.schema import VARIANTS, CsvSchedule, Custom, LoopedSchedule, Schedule
-from titanlike.costs.simulate import equal_stages, in_flight, simulate
-from titanlike.pipeline.from_config import (
+from titanlike.core.config.groups.pipeline import CsvSchedule, LoopedSchedule, Schedule
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import VARIANTS
+from titanlike.core.pipeline.from_config import (
     NoDivision,
     build_order,
     declared_microbatches,
@@ -20,9 +21,17 @@ from titanlike.pipeline.from_config import (
     microbatch_problem,
     stage_count,
 )
-from titanlike.pipeline.order_check import check_order
-from titanlike.pipeline.schedules import LOOPED, SCHEDULES, interleaved_1f1b, loop, looped_bfs, vee
-from titanlike.torch_private.pipeline_runtime import generated_order
+from titanlike.core.pipeline.order_check import check_order
+from titanlike.core.pipeline.schedules import (
+    LOOPED,
+    SCHEDULES,
+    interleaved_1f1b,
+    loop,
+    looped_bfs,
+    vee,
+)
+from titanlike.core.torch_private.pipeline_runtime import generated_order
+from titanlike.plan.costs.simulate import equal_stages, in_flight, simulate
 
 SPLITTING = {*SCHEDULES} - {"gpipe", "1f1b", "interleaved1f1b", "loopedbfs"}
 
@@ -177,9 +186,9 @@ def test_a_csv_that_is_missing_or_wrong_is_refused_with_its_path(tmp_path) -> No
 
 
 MINE = """
-from titanlike.pipeline.order import Action, Order
-from titanlike.pipeline.order_check import check_order
-from titanlike.pipeline.schedules import gpipe
+from titanlike.core.pipeline.order import Action, Order
+from titanlike.core.pipeline.order_check import check_order
+from titanlike.core.pipeline.schedules import gpipe
 
 def backwards_last(pp, microbatches, lazy=False):
     if microbatches % 2:
@@ -235,9 +244,9 @@ def test_a_failing_schedule_function_is_refused_by_name(mine) -> None:
 def test_planning_a_pipeline_needs_no_torch() -> None:
     program = (
         "import sys\n"
-        "from titanlike.config.schema import LoopedSchedule\n"
-        "from titanlike.pipeline import from_config, order, schedules\n"
-        "from titanlike.graph import partition\n"
+        "from titanlike.core.config.schema import LoopedSchedule\n"
+        "from titanlike.core.pipeline import from_config, order, schedules\n"
+        "from titanlike.core.graph import partition\n"
         "s = LoopedSchedule()\n"
         "from_config.build_order(s, 4, from_config.derive_microbatches(s, 4, 16)[0])\n"
         "assert 'torch' not in sys.modules\n"

@@ -17,12 +17,15 @@ from support.opened import opened
 from support.proven import assert_proven
 from support.vision_models import of_images
 from support.world import run_world
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import Config, Custom, LoopedSchedule, PointSplit, SyntheticData
-from titanlike.launch.worker import Worker
-from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES
-from titanlike.planning.estimate import make_estimate
-from titanlike.torch_private import pipeline_runtime
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.groups.pipeline import LoopedSchedule, PointSplit
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES
+from titanlike.core.torch_private import pipeline_runtime
+from titanlike.plan.estimate import make_estimate
 
 POINTS = PointSplit(points=["down.2", "up.0", "up.2"])  # down.0 is used by stage 3, down.1 by 2
 MICROBATCHES = 8

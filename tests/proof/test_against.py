@@ -17,11 +17,14 @@ from torch import Tensor
 from support.models import tiny
 from support.paths import ROOT
 from support.world import run_world
-from titanlike.config.errors import ConfigError
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import Config, ConstantLr, SyntheticData, Verify
-from titanlike.launch.worker import Worker
-from titanlike.models.registry import build_model, resolve_model
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.groups.jobs import Verify
+from titanlike.core.config.groups.optimization import ConstantLr
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.models.registry import build_model, resolve_model
 from titanlike.proof import against, dump
 from titanlike.proof.verify import verify
 

@@ -13,18 +13,20 @@ import pytest
 from support.cells import slow
 from support.commands import TINY, command
 from support.models import tiny
-from titanlike.config.imports import outside_code
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import Config, Custom, Verify
-from titanlike.driver.job import JobRunner
-from titanlike.launch.worker import Worker
+from titanlike.core.config.groups.jobs import Verify
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.imports import outside_code
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
 from titanlike.proof import first_start
 from titanlike.proof.first_start import LIMIT
+from titanlike.run.job import JobRunner
 
 MODELS = """
 import torch
 from torch import nn
-from titanlike.models.llama import Llama
+from titanlike.core.models.llama import Llama
 
 class Right(Llama):
     pass
@@ -114,9 +116,9 @@ def test_a_layout_that_trains_another_model_is_not_started(
 def test_built_in_models_need_no_first_verification(config: Config, code: dict[str, str]) -> None:
     assert outside_code(config) == code
     asked = code or config.verify.name == "required"
-    job = JobRunner("titanlike.training.loop.train", "").job_of(config)
+    job = JobRunner("titanlike.core.training.loop.train", "").job_of(config)
     assert job == (
-        "titanlike.proof.first_start.train" if asked else "titanlike.training.loop.train"
+        "titanlike.proof.first_start.train" if asked else "titanlike.core.training.loop.train"
     )
     assert JobRunner(job, "").job_of(replace(config, dp=1)) == job  # nothing is divided
 
@@ -129,11 +131,11 @@ def test_a_layout_too_large_for_one_process_is_skipped_with_a_reason(tmp_path: P
         "intermediate_size": 2048,
         "vocab_size": 8000,
     }
-    model = Custom("titanlike.models.llama.Llama", {**sizes, "num_hidden_layers": 8})
+    model = Custom("titanlike.core.models.llama.Llama", {**sizes, "num_hidden_layers": 8})
     long = first_start._too_much(tiny(dp=2, model=model, seq_len=512), worker)
     assert long.startswith("one process would take ") and int(long.split()[4]) > LIMIT
     large = Custom(
-        "titanlike.models.llama.Llama",
+        "titanlike.core.models.llama.Llama",
         {**sizes, "num_hidden_layers": 250, "hidden_size": 16384, "intermediate_size": 65536},
     )
     assert "too large" in first_start._too_much(tiny(dp=2, model=large), worker)

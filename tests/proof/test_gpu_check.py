@@ -27,7 +27,7 @@ from support.cells import GRID, slow
 from support.command_lines import examined
 from support.paths import ROOT
 from support.waiting import until
-from titanlike.driver.checks import problems
+from titanlike.run.checks import problems
 
 DEVICES = torch.cuda.device_count()
 ON_GPUS = [cell for cell in plan(max(8, DEVICES), gpus=DEVICES or 2) if cell.kind != "speed"]
@@ -277,7 +277,7 @@ def test_a_file_without_results_is_refused(
 RANK = """
 import signal, sys, time
 from pathlib import Path
-from titanlike.launch.worker import _logged
+from titanlike.core.launch.worker import _logged
 def stands(): time.sleep(100)
 steps = {}
 for number in range(500):  # 10 s until it is in the same one again

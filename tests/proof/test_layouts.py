@@ -32,21 +32,16 @@ from support.layouts import (
 from support.models import tiny
 from support.proven import assert_proven
 from support.world import run_world
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import (
-    Config,
-    ConstantLr,
-    Custom,
-    Float8Precision,
-    Fsdp,
-    LoopedSchedule,
-    Precision,
-    Schedule,
-    Verify,
-)
-from titanlike.data.sources import IGNORE
-from titanlike.launch.worker import Worker
-from titanlike.pipeline.pipeline import Pipeline
+from titanlike.core.config.groups.computation import Float8Precision, Fsdp, Precision
+from titanlike.core.config.groups.jobs import Verify
+from titanlike.core.config.groups.optimization import ConstantLr
+from titanlike.core.config.groups.pipeline import LoopedSchedule, Schedule
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.data.sources import IGNORE
+from titanlike.core.launch.worker import Worker
+from titanlike.core.pipeline.pipeline import Pipeline
 from titanlike.proof.verify import verify
 
 BF16, FLOAT8 = Precision("bf16"), Float8Precision(min_features=16)

@@ -17,34 +17,29 @@ from support.families import hf, moe
 from support.models import tiny
 from support.opened import opened
 from support.world import run_world
-from titanlike.config import files
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import (
-    ActivationCheckpoint,
-    ChunkedCrossEntropy,
-    Config,
-    Fsdp,
-    Numerics,
-    Precision,
-    Schedule,
-    TextData,
-)
-from titanlike.launch.worker import Worker
-from titanlike.models import llama
-from titanlike.optim import optimizer
-from titanlike.parallel import context_attention
-from titanlike.parallel.tp import styles
-from titanlike.pipeline.pipeline import Pipeline
+from titanlike.core.config import files
+from titanlike.core.config.groups.computation import ActivationCheckpoint, Fsdp, Numerics, Precision
+from titanlike.core.config.groups.data import TextData
+from titanlike.core.config.groups.optimization import ChunkedCrossEntropy
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.models import llama
+from titanlike.core.optim import optimizer
+from titanlike.core.pipeline.pipeline import Pipeline
+from titanlike.core.torch_private.dtensor import local
+from titanlike.core.torch_private.pipeline_stage import _Stage
+from titanlike.core.training import step
+from titanlike.core.training.build import Run
 from titanlike.proof import recorder
 from titanlike.proof.comparison import compare
 from titanlike.proof.localization import Attempts, first_place
 from titanlike.proof.recorder import Recorder
 from titanlike.proof.verification import Verdict
 from titanlike.proof.verify import verify
-from titanlike.torch_private.dtensor import local
-from titanlike.torch_private.pipeline_stage import _Stage
-from titanlike.training import step
-from titanlike.training.build import Run
+from titanlike.techniques.cp import context_attention
+from titanlike.techniques.tp import styles
 
 
 def located(config: Config, worker: Worker, name: str) -> dict[str, Any]:

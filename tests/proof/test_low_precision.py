@@ -19,19 +19,18 @@ from support.cells import cells
 from support.families import llama, moe
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import (
+from titanlike.core.config.groups.computation import (
     ActivationCheckpoint,
-    Config,
     Float8Precision,
     Fsdp,
-    Model,
     Mxfp8Precision,
     Precision,
-    Validation,
-    Verify,
 )
-from titanlike.launch.rendezvous import barrier
-from titanlike.launch.worker import Worker
+from titanlike.core.config.groups.jobs import Validation, Verify
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.rendezvous import barrier
+from titanlike.core.launch.worker import Worker
 from titanlike.proof.verification import apart, compare_with_one_process
 
 PRECISIONS = {

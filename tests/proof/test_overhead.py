@@ -14,13 +14,15 @@ from support.cells import slow
 from support.commands import command
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import Config, Fsdp, Schedule
-from titanlike.data.registry import open_data
-from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.launch.worker import Worker
-from titanlike.torch_private.fake_ranks import LiveStorages
-from titanlike.training.build import build
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config.groups.computation import Fsdp
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.schema import Config
+from titanlike.core.data.registry import open_data
+from titanlike.core.distributed.mesh import close_mesh, open_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.torch_private.fake_ranks import LiveStorages
+from titanlike.core.training.build import build
+from titanlike.core.training.train_plan import make_plan
 
 
 def third_steps(config: Config, worker: Worker) -> list[tuple[dict[str, int], int]]:

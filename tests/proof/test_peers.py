@@ -19,19 +19,21 @@ from benchmarks.speed.waits import waits
 from support.models import tiny
 from support.waiting import until
 from support.world import run_world
-from titanlike.config.schema import Config, Numerics, Precision, Schedule
-from titanlike.data.registry import open_data
-from titanlike.launch import rendezvous, watchdog
-from titanlike.launch.device_queue import DeviceQueue
-from titanlike.launch.failures import describe, peer_failed, write_failure
-from titanlike.launch.worker import Worker
-from titanlike.pipeline.pipeline import Pipeline
+from titanlike.core.config.groups.computation import Numerics, Precision
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.schema import Config
+from titanlike.core.data.registry import open_data
+from titanlike.core.launch import rendezvous, watchdog
+from titanlike.core.launch.device_queue import DeviceQueue
+from titanlike.core.launch.failures import describe, peer_failed, write_failure
+from titanlike.core.launch.worker import Worker
+from titanlike.core.pipeline.pipeline import Pipeline
+from titanlike.core.training import session
 from titanlike.proof import localization, verification
 from titanlike.proof.exact import first_difference
 from titanlike.proof.localization import Attempts
 from titanlike.proof.recorder import Recorder
 from titanlike.proof.verify import verify
-from titanlike.training import session
 
 
 class Done:

@@ -16,10 +16,12 @@ import yaml
 from support.families import gpt2, llama
 from support.models import tiny
 from support.paths import ROOT
-from titanlike.config import files
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.parse import parse
-from titanlike.config.schema import Config, Model, Schedule
+from titanlike.core.config import files
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.parse import parse
+from titanlike.core.config.schema import Config
 from titanlike.proof.repro import scripts, shrunk
 
 SMALL = ["model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2"]

@@ -13,18 +13,15 @@ from benchmarks.speed.step_kinds import CASTS, GAPS, OTHERS, kind_of, seconds_by
 from support.counted_calls import CountedCalls
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import (
-    AdamW,
-    ChunkedCrossEntropy,
-    Config,
-    Precision,
-    Schedule,
-    SyntheticData,
-)
-from titanlike.data.registry import open_data
-from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.launch.worker import Worker
-from titanlike.training.build import build
+from titanlike.core.config.groups.computation import Precision
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.groups.optimization import ChunkedCrossEntropy
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.schema import AdamW, Config
+from titanlike.core.data.registry import open_data
+from titanlike.core.distributed.mesh import close_mesh, open_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.build import build
 
 
 @pytest.mark.parametrize(

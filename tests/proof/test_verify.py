@@ -16,21 +16,17 @@ from support.families import moe
 from support.models import tiny
 from support.proven import assert_proven
 from support.world import run_world
-from titanlike.config.optimizers.adamw import AdamW
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import (
-    ActivationCheckpoint,
-    Config,
-    Custom,
-    Model,
-    Schedule,
-    SyntheticData,
-    TextData,
-)
-from titanlike.distributed.placement import StageState
-from titanlike.launch.worker import Worker
-from titanlike.models.llama import Attention, Llama
-from titanlike.pipeline.pipeline import Pipeline
+from titanlike.core.config.groups.computation import ActivationCheckpoint
+from titanlike.core.config.groups.data import SyntheticData, TextData
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.groups.user_code import Custom, Model
+from titanlike.core.config.optimizers.adamw import AdamW
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.placement import StageState
+from titanlike.core.launch.worker import Worker
+from titanlike.core.models.llama import Attention, Llama
+from titanlike.core.pipeline.pipeline import Pipeline
 from titanlike.proof import verification
 from titanlike.proof.comparison import Comparison, compare, merge, reliable
 from titanlike.proof.verification import compare_with_one_process

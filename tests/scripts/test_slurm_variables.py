@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from unittest import mock
 
-from titanlike.launch.environment import adopt_slurm, tasks_of_nodes
+from titanlike.core.launch.environment import adopt_slurm, tasks_of_nodes
 
 ADOPTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

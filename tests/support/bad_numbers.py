@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from titanlike.config.schema import Config
-from titanlike.data.order import shuffled_index
-from titanlike.data.sources import Data
-from titanlike.data.synthetic import SyntheticSource
+from titanlike.core.config.schema import Config
+from titanlike.core.data.order import shuffled_index
+from titanlike.core.data.sources import Data
+from titanlike.core.data.synthetic import SyntheticSource
 
 WORDS = 62  # ordinary tokens
 POISON, LOUD = WORDS, WORDS + 1

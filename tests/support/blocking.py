@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlike.config.schema import Config
-from titanlike.launch.worker import Worker
-from titanlike.models import documents
-from titanlike.training import loop
-from titanlike.training.loop import train
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.models import documents
+from titanlike.core.training import loop
+from titanlike.core.training.loop import train
 
 aten = torch.ops.aten
 # values on the device decide about a number, or a shape, on the host
@@ -119,7 +119,7 @@ def blocking_calls(config: Config, worker: Worker) -> tuple[int, list[str]]:
     """
     blocking, counted = Blocking(), set()
     if hasattr(loop, "finish_step"):
-        from titanlike.distributed.async_reads import PendingScalars
+        from titanlike.core.distributed.async_reads import PendingScalars
 
         PendingScalars.read = blocking.allowed(PendingScalars.read)
     documents._count_and_longest = blocking.allowed(documents._count_and_longest)

@@ -37,10 +37,10 @@ import psutil
 sys.path[:0] = [str(Path(__file__).resolve().parents[place]) for place in (1, 2)]
 
 from support.paths import ROOT  # noqa: E402
-from titanlike.checkpoint.discovery import committed, step_name, step_of  # noqa: E402
-from titanlike.checkpoint.integrity import check_all  # noqa: E402
-from titanlike.checkpoint.storage import Storage  # noqa: E402
-from titanlike.metrics.sinks import read_jsonl  # noqa: E402
+from titanlike.core.checkpoint.discovery import committed, step_name, step_of  # noqa: E402
+from titanlike.core.checkpoint.integrity import check_all  # noqa: E402
+from titanlike.core.checkpoint.storage import Storage  # noqa: E402
+from titanlike.core.metrics.sinks import read_jsonl  # noqa: E402
 
 EVERY, KEEP, STEPS = 3, 2, 36
 WORDS = (

@@ -6,12 +6,12 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from titanlike.config import validate
-from titanlike.config.errors import Problem
-from titanlike.config.overrides import key_of
-from titanlike.data import registry as data
-from titanlike.driver.argv import complete_args, parse_argv
-from titanlike.driver.overrides import CheckedOverrides, check_overrides
+from titanlike.core.config import validate
+from titanlike.core.config.errors import Problem
+from titanlike.core.config.overrides import key_of
+from titanlike.core.data import registry as data
+from titanlike.run.argv import complete_args, parse_argv
+from titanlike.run.overrides import CheckedOverrides, check_overrides
 
 
 def examined(*words: str) -> CheckedOverrides:

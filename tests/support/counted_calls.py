@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.speed.step_kinds import CASTS, kind_of
-from titanlike.training.build import StepPhases
+from titanlike.core.training.build import StepPhases
 
 _FREE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach")
 

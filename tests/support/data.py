@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.data.sources import IGNORE, Data
-from titanlike.data.synthetic import SyntheticSource
+from titanlike.core.data.sources import IGNORE, Data
+from titanlike.core.data.synthetic import SyntheticSource
 
 
 class Uneven:

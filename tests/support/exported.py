@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from support.saved_runs import a_run, train_all
-from titanlike.checkpoint.integrity import MODEL
-from titanlike.checkpoint.reader import ShardReader
-from titanlike.config.schema import Config, Model, TextData
-from titanlike.models.registry import build_model, resolve_model
+from titanlike.core.checkpoint.integrity import MODEL
+from titanlike.core.checkpoint.reader import ShardReader
+from titanlike.core.config.groups.data import TextData
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.schema import Config
+from titanlike.core.models.registry import build_model, resolve_model
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": None}
 LLAMA = Model(

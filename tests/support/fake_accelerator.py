@@ -23,26 +23,25 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from support.families import llama, moe
 from support.models import tiny
-from titanlike.config.optimizers.muon import Muon
-from titanlike.config.schema import (
+from titanlike.core.config.groups.computation import (
     ActivationCheckpoint,
-    ChunkedCrossEntropy,
-    Config,
-    CrossEntropy,
     Float8Precision,
     Fsdp,
-    Metrics,
     Numerics,
     Precision,
     SelectiveActivationCheckpoint,
 )
-from titanlike.distributed.mesh import lay_mesh
-from titanlike.launch.worker import Worker
-from titanlike.torch_private.fake_ranks import allocate, fake_process_group, fake_tensors
-from titanlike.training.anomalies import AnomalyDetector
-from titanlike.training.build import build_planned
-from titanlike.training.step import forward_backward, update
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config.groups.optimization import ChunkedCrossEntropy, CrossEntropy
+from titanlike.core.config.groups.watching import Metrics
+from titanlike.core.config.optimizers.muon import Muon
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.mesh import lay_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.torch_private.fake_ranks import allocate, fake_process_group, fake_tensors
+from titanlike.core.training.anomalies import AnomalyDetector
+from titanlike.core.training.build import build_planned
+from titanlike.core.training.step import forward_backward, update
+from titanlike.core.training.train_plan import make_plan
 
 small = partial(tiny, layers=2)
 EXACT = Numerics("exact", 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from support.hf_tiny import sizes
-from titanlike.config.schema import Model
+from titanlike.core.config.groups.user_code import Model
 
 _ATTENTION = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -18,8 +18,8 @@ from support import watched
 from support.exported import LLAMA, byte_text, trained
 from support.paths import ROOT
 from support.saved_runs import checkpoint, reseal
-from titanlike.checkpoint.storage import STATE
-from titanlike.config.schema import Timeline
+from titanlike.core.checkpoint.storage import STATE
+from titanlike.core.config.groups.watching import Timeline
 
 URL = "http://127.0.0.1:9/x"
 

@@ -13,8 +13,9 @@ import transformers
 from torch import Tensor, nn
 
 from support.models import tiny
-from titanlike.config.schema import Config, Custom
-from titanlike.models.hf_layers import SortedExperts
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.hf.hf_layers import SortedExperts
 
 transformers.logging.set_verbosity_error()
 SIZES = {

@@ -57,7 +57,7 @@ def rank_0_fails_while_rank_1_tells_its_error(config, worker):
 
 def rank_1_refuses(config, worker):
     """Rank 1 finds a mistake of the user's; the other waits for it in a collective."""
-    from titanlike.config.errors import ConfigError, Problem, Refused
+    from titanlike.core.config.errors import ConfigError, Problem, Refused
 
     wrong = "seed", config.seed, "is not wanted", "seed=7"
     _join(worker)

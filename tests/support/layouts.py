@@ -20,32 +20,26 @@ from typing import Any
 from support.families import gpt2, hf, llama, moe
 from support.models import SCHEDULES, schedule_of, tiny
 from support.planned_models import PLAN
-from titanlike.config.optimizers.adamw import AdamW
-from titanlike.config.optimizers.muon import Muon
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import (
-    VARIANTS,
+from titanlike.core.config.groups.computation import (
     ActivationCheckpoint,
-    BalanceSplit,
-    ChunkedCrossEntropy,
-    Config,
-    CrossEntropy,
-    Custom,
-    EvenSplit,
     EveryActivationCheckpoint,
     FitActivationCheckpoint,
     Float8Precision,
     Fsdp,
-    Model,
-    PointSplit,
     Precision,
     SelectiveActivationCheckpoint,
-    SyntheticData,
-    TextData,
-    Verify,
 )
-from titanlike.pipeline.from_config import microbatch_problem
-from titanlike.pipeline.schedules import LOOPED, V_SCHEDULES
+from titanlike.core.config.groups.data import SyntheticData, TextData
+from titanlike.core.config.groups.jobs import Verify
+from titanlike.core.config.groups.optimization import ChunkedCrossEntropy, CrossEntropy
+from titanlike.core.config.groups.pipeline import BalanceSplit, EvenSplit, PointSplit
+from titanlike.core.config.groups.user_code import Custom, Model
+from titanlike.core.config.optimizers.adamw import AdamW
+from titanlike.core.config.optimizers.muon import Muon
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import VARIANTS, Config
+from titanlike.core.pipeline.from_config import microbatch_problem
+from titanlike.core.pipeline.schedules import LOOPED, V_SCHEDULES
 
 LAYERS = 4
 ZERO_BUBBLE = (

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from titanlike.config.schema import Config
-from titanlike.data.loader import batches
-from titanlike.data.registry import open_data
-from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.launch.worker import Worker
-from titanlike.torch_private.fake_ranks import LiveStorages
-from titanlike.training.build import build
-from titanlike.training.device_batches import to_device
-from titanlike.training.step import optimizer_step
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import open_data
+from titanlike.core.distributed.mesh import close_mesh, open_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.torch_private.fake_ranks import LiveStorages
+from titanlike.core.training.build import build
+from titanlike.core.training.device_batches import to_device
+from titanlike.core.training.step import optimizer_step
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.data.sources import IGNORE, Data
+from titanlike.core.data.sources import IGNORE, Data
 
 
 class Curves:

@@ -9,24 +9,26 @@ from typing import Any, Literal
 from support.live_memory import measured
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import (
+from titanlike.core.config.groups.computation import (
     ActivationCheckpoint,
-    ChunkedCrossEntropy,
-    Config,
-    Custom,
     EveryActivationCheckpoint,
     FitActivationCheckpoint,
     Fsdp,
-    LoopedSchedule,
-    LoopedZeroBubbleSchedule,
     Numerics,
     Precision,
-    Schedule,
     SelectiveActivationCheckpoint,
-    SyntheticData,
+)
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.groups.optimization import ChunkedCrossEntropy
+from titanlike.core.config.groups.pipeline import (
+    LoopedSchedule,
+    LoopedZeroBubbleSchedule,
+    Schedule,
     ZeroBubbleSchedule,
 )
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.training.train_plan import make_plan
 
 MODEL = {
     "hidden_size": 128,

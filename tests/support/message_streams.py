@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlike.config.schema import LoopedSchedule, Schedule
-from titanlike.pipeline.from_config import build_order, microbatch_problem
-from titanlike.pipeline.order import Order
-from titanlike.pipeline.schedules import LOOPED
+from titanlike.core.config.groups.pipeline import LoopedSchedule, Schedule
+from titanlike.core.pipeline.from_config import build_order, microbatch_problem
+from titanlike.core.pipeline.order import Order
+from titanlike.core.pipeline.schedules import LOOPED
 
 Stream = Callable[[int], Any]  # the rank of the peer -> name of a stream of this rank
 

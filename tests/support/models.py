@@ -6,18 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titanlike.config.schema import (
-    Checkpoint,
-    Config,
-    CsvSchedule,
-    LoopedSchedule,
-    Model,
-    NoLogger,
-    Schedule,
-    SyntheticData,
-    Validation,
-)
-from titanlike.pipeline.schedules import LOOPED, interleaved_1f1b
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.groups.jobs import Checkpoint, Validation
+from titanlike.core.config.groups.pipeline import CsvSchedule, LoopedSchedule, Schedule
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.groups.watching import NoLogger
+from titanlike.core.config.schema import Config
+from titanlike.core.pipeline.schedules import LOOPED, interleaved_1f1b
 
 SCHEDULES = (
     "gpipe",

@@ -10,16 +10,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.config.schema import Config
-from titanlike.data.loader import batches
-from titanlike.data.sources import Batch
-from titanlike.distributed.mesh import Mesh, close_mesh, open_mesh
-from titanlike.launch.worker import Worker
-from titanlike.training.anomalies import AnomalyDetector
-from titanlike.training.build import Run, build
-from titanlike.training.device_batches import to_device
-from titanlike.training.session import open_data_on_every_rank
-from titanlike.training.step import StepResult, measured_step
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.sources import Batch
+from titanlike.core.distributed.mesh import Mesh, close_mesh, open_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.anomalies import AnomalyDetector
+from titanlike.core.training.build import Run, build
+from titanlike.core.training.device_batches import to_device
+from titanlike.core.training.session import open_data_on_every_rank
+from titanlike.core.training.step import StepResult, measured_step
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ STEP = 3  # in which the place "step" is
 
 def train(config, worker):
     """`training.loop.train` with what PLANTED says."""
+    from titanlike.core.training import loop
     from titanlike.proof.verify import verify
-    from titanlike.training import loop
 
     place, rank, how = os.environ["PLANTED"].split()
     if worker.rank == int(rank):
@@ -54,9 +54,10 @@ def _end(how: str, run_dir: Path) -> None:
 def _plant(place: str, end: Callable[[], None]) -> None:
     import torch.distributed as dist
 
-    from titanlike.checkpoint import hf_export, writer
-    from titanlike.launch.watchdog import Watchdog
-    from titanlike.training import session
+    from titanlike.core.checkpoint import writer
+    from titanlike.core.launch.watchdog import Watchdog
+    from titanlike.core.training import session
+    from titanlike.hf import hf_export
 
     called = {
         "start": (session, "open_data"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from support.world import run_world
-from titanlike.config.schema import Config
+from titanlike.core.config.schema import Config
 from titanlike.proof.verify import verify
 
 

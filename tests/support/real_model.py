@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from titanlike.config.schema import Config, Custom
-from titanlike.distributed.initialize import initialize
-from titanlike.models.registry import build_model, initial_weights_of, resolve_model
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.initialize import initialize
+from titanlike.core.models.registry import build_model, initial_weights_of, resolve_model
 
 
 def real(model: Custom | Config, seed: int = 0) -> nn.Module:

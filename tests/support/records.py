@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from titanlike.metrics.sinks import read_jsonl
+from titanlike.core.metrics.sinks import read_jsonl
 
 
 def numbers(run_dir: Path) -> list[tuple[int, float, float, float]]:

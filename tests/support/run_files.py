@@ -8,8 +8,8 @@ from pathlib import Path
 import yaml
 
 from support.records import numbers
-from titanlike.config.parse import parse
-from titanlike.config.schema import Config
+from titanlike.core.config.parse import parse
+from titanlike.core.config.schema import Config
 
 
 def config_of(run_dir: Path) -> Config:

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from support.records import numbers
 from support.world import run_world
-from titanlike.config.schema import Checkpoint, Config
-from titanlike.launch.worker import Worker
-from titanlike.training.loop import train
+from titanlike.core.config.groups.jobs import Checkpoint
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.loop import train
 
 
 def train_one(config: Config, worker: Worker, number: int = 0) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from titanlike.data.sources import IGNORE, Data, Pad, VariableLength
-from titanlike.data.synthetic import SyntheticSource
+from titanlike.core.data.sources import IGNORE, Data, Pad, VariableLength
+from titanlike.core.data.synthetic import SyntheticSource
 
 VOCAB, DIM = 64, 16
 

@@ -16,14 +16,15 @@ from safetensors.torch import load_file
 from support.models import tiny
 from support.runs import train_one
 from support.world import run_world
-from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.format import checksum
-from titanlike.checkpoint.integrity import MODEL
-from titanlike.checkpoint.storage import INDEX, MARKER, STATE, Storage
-from titanlike.checkpoint.writer import prepare_save, write_checkpoint
-from titanlike.config.schema import Checkpoint, Config
-from titanlike.launch.worker import Worker
-from titanlike.metrics.sinks import read_jsonl
+from titanlike.core.checkpoint.format import checksum
+from titanlike.core.checkpoint.integrity import MODEL
+from titanlike.core.checkpoint.storage import INDEX, MARKER, STATE, Storage
+from titanlike.core.checkpoint.writer import prepare_save, write_checkpoint
+from titanlike.core.config.groups.jobs import Checkpoint
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.use.checkpoint_commands import main
 
 
 def a_run(run_dir: Path, pp: int = 1, dp: int = 1, steps: int = 8, **checkpoint: Any) -> Config:

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from titanlike.checkpoint import storage
-from titanlike.checkpoint.checkpointer import Checkpointer
-from titanlike.config.schema import Config
-from titanlike.data.registry import open_data
-from titanlike.distributed.mesh import open_mesh
-from titanlike.distributed.placement import Part
-from titanlike.launch.worker import Worker
-from titanlike.metrics.run_files import Events
-from titanlike.training.build import Run, build
+from titanlike.core.checkpoint import storage
+from titanlike.core.checkpoint.checkpointer import Checkpointer
+from titanlike.core.config.schema import Config
+from titanlike.core.data.registry import open_data
+from titanlike.core.distributed.mesh import open_mesh
+from titanlike.core.distributed.placement import Part
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.run_files import Events
+from titanlike.core.training.build import Run, build
 
 
 def opened(config: Config, worker: Worker) -> tuple[Run, Checkpointer]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titanlike.checkpoint.integrity import open_header
-from titanlike.checkpoint.reader import read
-from titanlike.checkpoint.storage import Storage
+from titanlike.core.checkpoint.integrity import open_header
+from titanlike.core.checkpoint.reader import read
+from titanlike.core.checkpoint.storage import Storage
 
 
 def saved(run_dir: Path, step: int = 6) -> dict[str, Tensor]:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from support.opened import opened
-from titanlike.config.schema import Config
-from titanlike.data.registry import open_data
-from titanlike.launch.worker import Worker
-from titanlike.training.anomalies import Anomaly, AnomalyDetector
-from titanlike.training.step import validate
+from titanlike.core.config.schema import Config
+from titanlike.core.data.registry import open_data
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.anomalies import Anomaly, AnomalyDetector
+from titanlike.core.training.step import validate
 
 
 class Skips(AnomalyDetector):

@@ -22,20 +22,20 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from support.models import tiny
-from titanlike.config.schema import (
+from titanlike.core.config.groups.data import (
     ChatData,
-    Config,
-    Custom,
     HFData,
     MixtureData,
     StreamData,
     TextData,
     TokenData,
-    Validation,
 )
-from titanlike.data.loader import batches
-from titanlike.data.registry import open_data
-from titanlike.data.sources import Data, Stream, VariableLength
+from titanlike.core.config.groups.jobs import Validation
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import open_data
+from titanlike.core.data.sources import Data, Stream, VariableLength
 
 SAMPLES = 400
 Sample = dict[str, torch.Tensor]

@@ -72,6 +72,6 @@ def driver(patch: pytest.MonkeyPatch, folder: Path, count: int) -> None:
     source, library = folder / "nvml.c", folder / "libnvidia-ml.so.1"
     source.write_text(_NVML)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-    patch.setattr("titanlike.device.nvml._LIBRARY", str(library))
+    patch.setattr("titanlike.core.device.nvml._LIBRARY", str(library))
     patch.setenv("STAND_IN_GPUS", str(count))
     patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

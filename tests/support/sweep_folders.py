@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from titanlike.driver.sweep import SweepRun
-from titanlike.driver.sweep_table import JobRow, add_job
-from titanlike.metrics.run_files import write_result
-from titanlike.metrics.sinks import JsonlSink
+from titanlike.core.metrics.run_files import write_result
+from titanlike.core.metrics.sinks import JsonlSink
+from titanlike.run.sweep import SweepRun
+from titanlike.run.sweep_table import JobRow, add_job
 
 
 def a_sweep(folder: Path, *jobs: list[str]) -> None:

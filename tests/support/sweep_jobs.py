@@ -15,7 +15,7 @@ sys.path.insert(1, str(Path(__file__).parents[2]))
 
 def trains(config, worker):
     """Trains; but at their first start seed 3 fails, and seed 7 waits to be killed."""
-    from titanlike.training.loop import train
+    from titanlike.core.training.loop import train
 
     first = worker.run_dir / "first"
     if not first.exists():

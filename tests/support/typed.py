@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from titanlike.config.parse import to_plain
-from titanlike.config.program import conf_dir
-from titanlike.config.schema import Config
+from titanlike.core.config.parse import to_plain
+from titanlike.core.config.program import conf_dir
+from titanlike.core.config.schema import Config
 
 
 def typed(words: Iterable[str]) -> dict[str, Any]:

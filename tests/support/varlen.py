@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention, varlen
 
-from titanlike.models import document_attention, documents, hf
+from titanlike.core.models import document_attention, documents
+from titanlike.hf import hf
 
 
 def varlen_attn(

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from support.models import tiny
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import Config, Custom
-from titanlike.data.sources import Data
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.data.sources import Data
 
 IMAGES = Custom(f"{__name__}.images", {"size": 8})
 MASKS = Custom(f"{__name__}.images", {"size": 8, "masks": True})

@@ -25,14 +25,14 @@ PRELOADED = [
     "torch",
     "torch.distributed.tensor",
     "titanlike.cli",
-    "titanlike.driver.overrides",
-    "titanlike.driver.drive",
-    "titanlike.checkpoint.discovery",
-    "titanlike.driver.checks",
-    "titanlike.driver.job",
-    "titanlike.models.gpt2",
-    "titanlike.models.llama",
-    "titanlike.training.loop",
+    "titanlike.run.overrides",
+    "titanlike.run.drive",
+    "titanlike.core.checkpoint.discovery",
+    "titanlike.run.checks",
+    "titanlike.run.job",
+    "titanlike.core.models.gpt2",
+    "titanlike.core.models.llama",
+    "titanlike.core.training.loop",
     "torch.distributed.pipelining",
     "torch.distributed.launcher.api",
     "titanlike.proof.verify",
@@ -127,7 +127,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from titanlike.launch.worker import Worker
+    from titanlike.core.launch.worker import Worker
 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # loader processes
     gc.freeze()  # else a collection copies each page of what the server has imported: 0.2 s

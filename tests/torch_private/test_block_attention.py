@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from titanlike.torch_private import block_attention
-from titanlike.torch_private.block_attention import Block
+from titanlike.core.torch_private import block_attention
+from titanlike.core.torch_private.block_attention import Block
 
 
 def test_attention_gives_no_sums() -> None:

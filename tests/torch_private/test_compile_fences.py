@@ -18,8 +18,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from titanlike.torch_private import compiler
-from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
+from titanlike.core.torch_private import compiler
+from titanlike.core.torch_private.autograd import ignore_ranges_in_selective_checkpoints
 
 
 def compiled(function, **options):

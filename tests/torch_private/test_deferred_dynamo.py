@@ -9,7 +9,7 @@ import sys
 from support.paths import ROOT
 
 LOADED = "print('torch._dynamo.eval_frame' in sys.modules)"
-OURS = "import sys, torch, titanlike.torch_private"
+OURS = "import sys, torch, titanlike.core.torch_private"
 
 
 def printed(*lines: str) -> list[str]:
@@ -37,7 +37,7 @@ for use in ("import torch.distributed.pipelining.schedules", "torch.stack([torch
 def test_what_compiles_nothing_does_not_import_the_compiler() -> None:
     """Schedules, and operators on meta."""
     assert printed(OURS, EACH) == ["False", "False"]
-    # when this says False, torch does so by itself: titanlike.torch_private.deferred_dynamo can go
+    # when this says False, torch does so by itself: titanlike.core.torch_private.deferred_dynamo can go
     assert printed("import sys, torch", EACH) == ["True", "True"]
 
 
@@ -68,7 +68,7 @@ print(torch.compile(f, backend="eager")(torch.ones(1)).item())
 def test_nothing_is_compiled_within_force_eager_by_a_compiler_that_is_imported_within_it() -> None:
     seen = printed(
         OURS,
-        "from titanlike.torch_private.deferred_dynamo import force_eager",
+        "from titanlike.core.torch_private.deferred_dynamo import force_eager",
         """
 def backend(graph, inputs):
     print("compiled")

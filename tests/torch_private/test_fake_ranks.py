@@ -1,4 +1,4 @@
-"""Tells when what `torch_private/fake_ranks.py` works around is no longer there."""
+"""Tells when what `core/torch_private/fake_ranks.py` works around is no longer there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlike.torch_private.fake_ranks import allocate, fake_process_group, fake_tensors
+from titanlike.core.torch_private.fake_ranks import allocate, fake_process_group, fake_tensors
 
 
 def test_to_empty_fails_under_fake_tensors() -> None:

@@ -29,19 +29,20 @@ from torch.utils.checkpoint import checkpoint
 from support.models import tiny
 from support.opened import Opened, opened
 from support.world import run_world
-from titanlike.config.schema import Config, Fsdp
-from titanlike.distributed.mesh import close_mesh
-from titanlike.launch.worker import Worker
+from titanlike.core.config.groups.computation import Fsdp
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.mesh import close_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.torch_private import pipeline_stage, tensors
+from titanlike.core.torch_private.accelerator import use_expandable_segments
+from titanlike.core.torch_private.autograd import running_node, sequence_number
+from titanlike.core.torch_private.compiler import as_if_compiling, is_graph_break
+from titanlike.core.torch_private.fsdp import gather_with, reduce_missing_gradients
+from titanlike.core.torch_private.operators import TorchDispatchMode, decomposed, scaled_grouped_mm
+from titanlike.core.torch_private.pipeline_runtime import OrderRuntime, _Kind
+from titanlike.core.torch_private.process_groups import forget_groups_of_meshes
+from titanlike.core.training import checks
 from titanlike.proof.verify import verify
-from titanlike.torch_private import pipeline_stage, tensors
-from titanlike.torch_private.accelerator import use_expandable_segments
-from titanlike.torch_private.autograd import running_node, sequence_number
-from titanlike.torch_private.compiler import as_if_compiling, is_graph_break
-from titanlike.torch_private.fsdp import gather_with, reduce_missing_gradients
-from titanlike.torch_private.operators import TorchDispatchMode, decomposed, scaled_grouped_mm
-from titanlike.torch_private.pipeline_runtime import OrderRuntime, _Kind
-from titanlike.torch_private.process_groups import forget_groups_of_meshes
-from titanlike.training import checks
 
 Check = Callable[[Opened], None]
 CHECKS: dict[str, tuple[Config, Check]] = {}
@@ -417,7 +418,7 @@ def muon_on_shards(worker: Worker) -> tuple[float, int]:
 
 
 def test_torchs_muon_sends_many_messages_and_rounds_otherwise_on_shards(two_ranks: Found) -> None:
-    """If it does not, `titanlike/optim/muon.py` may be built on it."""
+    """If it does not, `titanlike/techniques/muon.py` may be built on it."""
     for difference, messages in two_ranks["muon"]:
         assert difference > 0.05 and messages > 10
 
@@ -448,7 +449,7 @@ def test_torch_batches_single_messages(two_ranks: Found) -> None:
 )
 def test_nccl_has_one_communicator_for_all_messages() -> None:
     """If "nccl" is lazy again, `pipeline_backend` may go."""
-    from titanlike.torch_private.process_groups import pipeline_backend
+    from titanlike.core.torch_private.process_groups import pipeline_backend
 
     backend = pipeline_backend("cpu:gloo,cuda:nccl")
     devices = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
@@ -506,7 +507,7 @@ def test_a_forward_can_be_told_that_it_is_compiled() -> None:
 
 
 def test_the_history_of_memory_has_no_public_name() -> None:
-    """Once it has, these functions of torch_private/accelerator.py can go."""
+    """Once it has, these functions of core/torch_private/accelerator.py can go."""
     memory = torch.cuda.memory
     assert hasattr(memory, "_record_memory_history") and hasattr(memory, "_dump_snapshot")
     assert not hasattr(memory, "record_memory_history") and not hasattr(memory, "dump_snapshot")

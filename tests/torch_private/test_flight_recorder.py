@@ -12,10 +12,10 @@ from torch.distributed.flight_recorder.components.loader import read_dir
 
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import Config
-from titanlike.distributed.mesh import open_mesh
-from titanlike.launch.worker import Worker
-from titanlike.torch_private.flight_recorder import write_records
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.mesh import open_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.torch_private.flight_recorder import write_records
 
 
 def record_a_missing_rank(config: Config, worker: Worker) -> list[str]:

@@ -18,14 +18,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import Config
-from titanlike.distributed.collectives import GroupInfo, autograd_collective
-from titanlike.distributed.mesh import open_mesh
-from titanlike.launch.worker import Worker
-from titanlike.torch_private.dtensor import traced_collective
-from titanlike.torch_private.process_groups import fill_later, filled
-from titanlike.training import transforms
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.collectives import GroupInfo, autograd_collective
+from titanlike.core.distributed.mesh import open_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.torch_private.dtensor import traced_collective
+from titanlike.core.torch_private.process_groups import fill_later, filled
+from titanlike.core.training import transforms
+from titanlike.core.training.train_plan import make_plan
 
 
 def patterns(config: Config, worker: Worker) -> tuple[int, int]:

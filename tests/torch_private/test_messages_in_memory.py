@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from support.models import tiny
 from support.opened import opened
 from support.world import run_world
-from titanlike.config.schema import Config, Schedule
-from titanlike.launch.worker import Worker
-from titanlike.pipeline.order import Order
-from titanlike.pipeline.order_check import check_order
-from titanlike.pipeline.schedules import SCHEDULES
-from titanlike.torch_private import pipeline_runtime, pipeline_stage
-from titanlike.torch_private.pipeline_runtime import _lower, _received_after
-from titanlike.torch_private.pipeline_skips import SkipMessage, skip_posts
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.pipeline.order import Order
+from titanlike.core.pipeline.order_check import check_order
+from titanlike.core.pipeline.schedules import SCHEDULES
+from titanlike.core.torch_private import pipeline_runtime, pipeline_stage
+from titanlike.core.torch_private.pipeline_runtime import _lower, _received_after
+from titanlike.core.torch_private.pipeline_skips import SkipMessage, skip_posts
 
 RELEASES = not hasattr(pipeline_runtime._Kind, "WAIT_SEND_F")  # 2.15 releases by itself
 BUFFERS = pipeline_stage._TORCH_KEEPS_BUFFERS

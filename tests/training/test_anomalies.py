@@ -26,17 +26,21 @@ from support.models import tiny
 from support.saved_runs import events, train_all
 from support.saved_tensors import saved
 from support.world import RankError, run_world
-from titanlike.config.schema import Checkpoint, Config, ConstantLr, Custom, Fsdp, Validation
-from titanlike.data.loader import batches
-from titanlike.data.registry import open_data
-from titanlike.distributed.initialize import initialize
-from titanlike.metrics.sinks import read_jsonl
-from titanlike.models.registry import build_model, initial_weights_of, resolve_model
-from titanlike.optim.optimizer import build_optimizers, set_lr
+from titanlike.core.config.groups.computation import Fsdp
+from titanlike.core.config.groups.jobs import Checkpoint, Validation
+from titanlike.core.config.groups.optimization import ConstantLr
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import open_data
+from titanlike.core.distributed.initialize import initialize
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.core.models.registry import build_model, initial_weights_of, resolve_model
+from titanlike.core.optim.optimizer import build_optimizers, set_lr
+from titanlike.core.training import anomalies as guard_module
+from titanlike.core.training.anomalies import MOST_IN_A_ROW, AnomalyDetector, is_bad
+from titanlike.core.training.loop import MOST_ROLLBACKS, train
 from titanlike.proof.verify import verify
-from titanlike.training import anomalies as guard_module
-from titanlike.training.anomalies import MOST_IN_A_ROW, AnomalyDetector, is_bad
-from titanlike.training.loop import MOST_ROLLBACKS, train
 
 # --- what is a spike ---------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ import pytest
 from support.live_memory import measured
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import Config, Model
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.schema import Config
+from titanlike.core.training.train_plan import make_plan
 
 # activations are the most of it
 MODEL = Model(

@@ -15,10 +15,13 @@ from support.records import numbers
 from support.runs import train_each
 from support.saved_tensors import saved
 from support.world import run_world
-from titanlike.config.schema import Checkpoint, Config, Custom, Precision
-from titanlike.device.accelerator import deterministic
-from titanlike.launch.worker import Worker
-from titanlike.training import loop
+from titanlike.core.config.groups.computation import Precision
+from titanlike.core.config.groups.jobs import Checkpoint
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.device.accelerator import deterministic
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training import loop
 
 SIZES = {"dim": 32, "layers": 4, "vocab_size": None}
 REFUSED = "put_.*does not have a deterministic implementation"

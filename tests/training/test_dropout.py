@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from support.models import tiny
 from support.vision_models import of_images
 from support.world import run_world
-from titanlike.config.schema import Config, Custom
-from titanlike.data.loader import batches
-from titanlike.data.registry import open_data
-from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.launch.worker import Worker
-from titanlike.training.build import build
-from titanlike.training.device_batches import to_device
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import open_data
+from titanlike.core.distributed.mesh import close_mesh, open_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.build import build
+from titanlike.core.training.device_batches import to_device
 
 
 class Masking(nn.Module):

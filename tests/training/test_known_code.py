@@ -16,10 +16,12 @@ from torch.nn.utils import parametrizations
 from support.cells import slow
 from support.models import LLAMA, tiny
 from support.proven import assert_proven
-from titanlike.config.schema import Config, Custom, Model, Schedule
-from titanlike.driver.checks import problems
-from titanlike.models.llama import Llama
-from titanlike.torch_private.known_code import own_code
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.groups.user_code import Custom, Model
+from titanlike.core.config.schema import Config
+from titanlike.core.models.llama import Llama
+from titanlike.core.torch_private.known_code import own_code
+from titanlike.run.checks import problems
 
 
 class Equalized(nn.Linear):

@@ -14,24 +14,20 @@ from support.models import tiny
 from support.records import numbers
 from support.runs import train_each
 from support.world import run_world
-from titanlike.config.optimizers.adamw import AdamW
-from titanlike.config.optimizers.muon import Muon
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import (
-    Checkpoint,
-    Config,
-    Custom,
-    Fsdp,
-    Precision,
-    Schedule,
-    SyntheticData,
-    Validation,
-)
-from titanlike.launch.worker import Worker
-from titanlike.metrics.sinks import read_jsonl
-from titanlike.optim.optimizer import learning_rate
-from titanlike.training import loop
-from titanlike.training.loop import train
+from titanlike.core.config.groups.computation import Fsdp, Precision
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.groups.jobs import Checkpoint, Validation
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.optimizers.adamw import AdamW
+from titanlike.core.config.optimizers.muon import Muon
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.core.optim.optimizer import learning_rate
+from titanlike.core.training import loop
+from titanlike.core.training.loop import train
 
 # --- a step does not wait ----------------------------------------------------------------------
 

@@ -14,12 +14,14 @@ from support.cells import slow
 from support.models import tiny
 from support.records import numbers
 from support.world import run_world
-from titanlike.checkpoint.checkpointer import Checkpointer
-from titanlike.config.schema import Checkpoint, Config, Custom, Validation
-from titanlike.launch.worker import Worker
-from titanlike.metrics.sinks import read_jsonl
-from titanlike.training import loop, step
-from titanlike.training.loop import STOPPED_EARLY, train
+from titanlike.core.checkpoint.checkpointer import Checkpointer
+from titanlike.core.config.groups.jobs import Checkpoint, Validation
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.core.training import loop, step
+from titanlike.core.training.loop import STOPPED_EARLY, train
 
 SAVING = Checkpoint(every=0, last=True)
 DROPOUT = Custom("support.data.Dropping", {"dim": 32, "layers": 4, "vocab_size": None})

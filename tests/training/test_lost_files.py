@@ -19,9 +19,10 @@ from support.paths import ROOT
 from support.saved_runs import events
 from support.waiting import until
 from support.world import RankError, run_world
-from titanlike.config.schema import Checkpoint, Config
-from titanlike.launch.worker import Worker
-from titanlike.metrics.run_files import (
+from titanlike.core.config.groups.jobs import Checkpoint
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.run_files import (
     _PAUSES,
     AppendedFile,
     Events,
@@ -29,9 +30,9 @@ from titanlike.metrics.run_files import (
     LostFiles,
     RunFiles,
 )
-from titanlike.metrics.sinks import lost_steps, read_jsonl
-from titanlike.training import loop
-from titanlike.training.loop import train
+from titanlike.core.metrics.sinks import lost_steps, read_jsonl
+from titanlike.core.training import loop
+from titanlike.core.training.loop import train
 
 
 def _replace(path: Path) -> None:
@@ -60,7 +61,7 @@ LOSSES = {  # -> (what of the run's directory, how, what is said)
 @pytest.fixture
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that is unavailable for a moment is waited for."""
-    monkeypatch.setattr("titanlike.metrics.run_files._PAUSES", [0.0] * len(_PAUSES))
+    monkeypatch.setattr("titanlike.core.metrics.run_files._PAUSES", [0.0] * len(_PAUSES))
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -16,13 +16,13 @@ from support.cells import meshes
 from support.models import tiny
 from support.opened import opened
 from support.world import run_world
-from titanlike.config.schema import Config
-from titanlike.launch.worker import Worker
-from titanlike.metrics.report import write_reports
-from titanlike.metrics.tensorboard_sink import TensorBoardSink
-from titanlike.training.anomalies import AnomalyDetector
-from titanlike.training.build import Run
-from titanlike.training.measured import MEASURED, Measured, Measuring
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.anomalies import AnomalyDetector
+from titanlike.core.training.build import Run
+from titanlike.core.training.measured import MEASURED, Measured, Measuring
+from titanlike.watch.report import write_reports
+from titanlike.watch.tensorboard_sink import TensorBoardSink
 
 
 def _blocks(run: Run) -> list[str]:

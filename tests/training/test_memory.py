@@ -15,19 +15,22 @@ from benchmarks.speed.plain_loops import plain_loop
 from support.cells import slow
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import ActivationCheckpoint, Config, Custom, Fsdp, Schedule
-from titanlike.data.loader import batches
-from titanlike.data.registry import open_data
-from titanlike.device.memory import peak_memory, return_freed_memory
-from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.launch.worker import Worker
-from titanlike.torch_private.fake_ranks import LiveStorages
-from titanlike.torch_private.pipeline_stage import _TORCH_KEEPS_BUFFERS
-from titanlike.training.anomalies import AnomalyDetector
-from titanlike.training.build import build, memory_is_short
-from titanlike.training.device_batches import to_device
-from titanlike.training.step import measured_step
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config.groups.computation import ActivationCheckpoint, Fsdp
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import open_data
+from titanlike.core.device.memory import peak_memory, return_freed_memory
+from titanlike.core.distributed.mesh import close_mesh, open_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.torch_private.fake_ranks import LiveStorages
+from titanlike.core.torch_private.pipeline_stage import _TORCH_KEEPS_BUFFERS
+from titanlike.core.training.anomalies import AnomalyDetector
+from titanlike.core.training.build import build, memory_is_short
+from titanlike.core.training.device_batches import to_device
+from titanlike.core.training.step import measured_step
+from titanlike.core.training.train_plan import make_plan
 
 
 def train_two_steps(config: Config, worker: Worker) -> int:

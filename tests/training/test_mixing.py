@@ -22,18 +22,16 @@ from support.records import numbers
 from support.runs import train_each
 from support.vision_models import of_images
 from support.world import run_world
-from titanlike.config.errors import ConfigError
-from titanlike.config.schema import (
-    Checkpoint,
-    ChunkedCrossEntropy,
-    Config,
-    Custom,
-    Precision,
-    Schedule,
-)
-from titanlike.launch.worker import Worker
-from titanlike.training import first_batch as mixing
-from titanlike.training.first_batch import unchanged
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.computation import Precision
+from titanlike.core.config.groups.jobs import Checkpoint
+from titanlike.core.config.groups.optimization import ChunkedCrossEntropy
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training import first_batch as mixing
+from titanlike.core.training.first_batch import unchanged
 
 BF16 = Precision("bf16")
 CHUNKED = ChunkedCrossEntropy(chunk=32)

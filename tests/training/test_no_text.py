@@ -19,22 +19,17 @@ from support.cells import cells, meshes
 from support.models import tiny
 from support.runs import train_each
 from support.world import run_world
-from titanlike.config.schema import (
-    Checkpoint,
-    Config,
-    ConstantLr,
-    Custom,
-    Metrics,
-    Model,
-    Mse,
-    Validation,
-)
-from titanlike.data.registry import DataError, open_data
-from titanlike.metrics.console import Console
-from titanlike.metrics.report import read_history
-from titanlike.metrics.sinks import read_jsonl
-from titanlike.planning.estimate import make_estimate
-from titanlike.planning.estimate_text import as_data, as_text
+from titanlike.core.config.groups.jobs import Checkpoint, Validation
+from titanlike.core.config.groups.optimization import ConstantLr, Mse
+from titanlike.core.config.groups.user_code import Custom, Model
+from titanlike.core.config.groups.watching import Metrics
+from titanlike.core.config.schema import Config
+from titanlike.core.data.registry import DataError, open_data
+from titanlike.core.metrics.console import Console
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.plan.estimate import make_estimate
+from titanlike.plan.estimate_text import as_data, as_text
+from titanlike.watch.report import read_history
 
 
 class Unet(nn.Module):

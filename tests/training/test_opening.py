@@ -18,16 +18,18 @@ from support.stand_in_gpus import driver
 from support.vision_models import of_images
 from support.world import RankError, run_world
 from titanlike import library
-from titanlike.config.errors import Refused
-from titanlike.config.schema import Config, Numerics, PointSplit
-from titanlike.device import accelerator
-from titanlike.device.choose import near_device
-from titanlike.distributed.places import Place, compare_places, place_of, places_text
-from titanlike.launch.worker import Worker
-from titanlike.training.loop import train
-from titanlike.training.report import _sent
-from titanlike.training.session import connected
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config.errors import Refused
+from titanlike.core.config.groups.computation import Numerics
+from titanlike.core.config.groups.pipeline import PointSplit
+from titanlike.core.config.schema import Config
+from titanlike.core.device import accelerator
+from titanlike.core.device.choose import near_device
+from titanlike.core.distributed.places import Place, compare_places, place_of, places_text
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.loop import train
+from titanlike.core.training.report import _sent
+from titanlike.core.training.session import connected
+from titanlike.core.training.train_plan import make_plan
 
 
 def test_p2p_bytes_of_each_stage_are_listed() -> None:
@@ -88,8 +90,8 @@ def test_numa_nodes_are_those_of_the_cores_and_of_the_gpu(
     module = SimpleNamespace(get_device_properties=lambda _: gpu, get_device_name=lambda _: "")
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    monkeypatch.setattr("titanlike.device.accelerator.accelerator", lambda: "cuda")
-    monkeypatch.setattr("titanlike.device.accelerator.count", lambda: 2)
+    monkeypatch.setattr("titanlike.core.device.accelerator.accelerator", lambda: "cuda")
+    monkeypatch.setattr("titanlike.core.device.accelerator.count", lambda: 2)
     assert place_of(torch.device("cuda", 1), tmp_path)[1:3] == ("GPU 5", "1")
     (folder / "numa_node").write_text("-1\n")
     assert place_of(torch.device("cuda", 1), tmp_path).numa == ""

@@ -15,25 +15,21 @@ from support.cells import cells, meshes
 from support.models import tiny
 from support.runs import train_each
 from support.world import run_world
-from titanlike.config.errors import ConfigError
-from titanlike.config.schema import (
-    Checkpoint,
-    ChunkedCrossEntropy,
-    Config,
-    ConstantLr,
-    Metrics,
-    Numerics,
-    Schedule,
-    TokenData,
-    Validation,
-)
-from titanlike.data.loader import batches
-from titanlike.data.registry import open_data
-from titanlike.data.sources import IGNORE
-from titanlike.generation.generate import load_model
-from titanlike.metrics.sinks import read_jsonl
-from titanlike.training.measured import MEASURED
-from titanlike.training.preflight import preflight
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.computation import Numerics
+from titanlike.core.config.groups.data import TokenData
+from titanlike.core.config.groups.jobs import Checkpoint, Validation
+from titanlike.core.config.groups.optimization import ChunkedCrossEntropy, ConstantLr
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.groups.watching import Metrics
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import open_data
+from titanlike.core.data.sources import IGNORE
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.core.training.measured import MEASURED
+from titanlike.core.training.preflight import preflight
+from titanlike.use.generate import load_model
 
 OWN = {"accuracy": f"{__name__}.accuracy", "margin": f"{__name__}.margin"}
 

@@ -13,20 +13,15 @@ from torch import nn
 from support.cells import cells
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import (
-    ActivationCheckpoint,
-    Config,
-    Fsdp,
-    Numerics,
-    Precision,
-    Schedule,
-)
-from titanlike.data.registry import open_data
-from titanlike.distributed.transform import Transform
-from titanlike.launch.worker import Worker
+from titanlike.core.config.groups.computation import ActivationCheckpoint, Fsdp, Numerics, Precision
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.schema import Config
+from titanlike.core.data.registry import open_data
+from titanlike.core.distributed.transform import Transform
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training import transforms
 from titanlike.proof.exact import first_difference
 from titanlike.proof.verification import compare_with_one_process
-from titanlike.training import transforms
 
 
 class LayerDrop(Transform):

@@ -20,17 +20,14 @@ from support.models import tiny
 from support.records import numbers
 from support.saved_runs import events
 from support.world import RankError, run_world
-from titanlike.config.schema import (
-    Checkpoint,
-    Config,
-    MemoryProfile,
-    Schedule,
-    TraceProfile,
-    Validation,
-)
-from titanlike.launch.worker import Worker
-from titanlike.training import loop, profile
-from titanlike.training.loop import train
+from titanlike.core.config.groups.jobs import Checkpoint, Validation
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.groups.watching import MemoryProfile, TraceProfile
+from titanlike.core.config.schema import Config
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training import loop
+from titanlike.core.training.loop import train
+from titanlike.watch import profile
 
 TRACE = TraceProfile(steps=[2, 3])
 OFF = Config().profile

@@ -13,21 +13,18 @@ from support.models import tiny
 from support.proven import assert_proven
 from support.records import numbers
 from support.world import run_world
-from titanlike.config.schema import (
-    ChunkedCrossEntropy,
-    Config,
-    ConstantLr,
-    Model,
-    Precision,
-    RampStage,
-    Schedule,
-)
-from titanlike.config.validate import problems
-from titanlike.data.loader import batches
-from titanlike.data.registry import open_data
-from titanlike.optim.optimizer import learning_rate
-from titanlike.training.loop import train
-from titanlike.training.preflight import preflight
+from titanlike.core.config.groups.computation import Precision
+from titanlike.core.config.groups.data import RampStage
+from titanlike.core.config.groups.optimization import ChunkedCrossEntropy, ConstantLr
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.schema import Config
+from titanlike.core.config.validate import problems
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import open_data
+from titanlike.core.optim.optimizer import learning_rate
+from titanlike.core.training.loop import train
+from titanlike.core.training.preflight import preflight
 
 # batches of 4 x 16, 8 x 8, then 16 x 16
 RAMP = [RampStage(tokens=60, batch_size=4), RampStage(tokens=128, batch_size=8, seq_len=8)]

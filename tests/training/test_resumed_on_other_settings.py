@@ -18,11 +18,13 @@ from support.mixing import Net
 from support.paths import ROOT
 from support.records import numbers
 from support.saved_runs import a_run, checkpoint, events, reseal, train_all
-from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import Config, Custom, TokenData
-from titanlike.data.registry import DataError, open_data
-from titanlike.metrics import run_files
-from titanlike.metrics.sinks import read_jsonl
+from titanlike.core.config.groups.data import TokenData
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.optimizers.sgd import Sgd
+from titanlike.core.config.schema import Config
+from titanlike.core.data.registry import DataError, open_data
+from titanlike.core.metrics import run_files
+from titanlike.core.metrics.sinks import read_jsonl
 
 
 def token_data(path: Path, seed: int = 0, more: int = 0) -> TokenData:

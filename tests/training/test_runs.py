@@ -20,9 +20,10 @@ from support.records import numbers
 from support.run_files import config_of, last_step, result
 from support.waiting import until
 from support.world import run_world
-from titanlike.checkpoint.discovery import select_resume
-from titanlike.config.schema import Checkpoint, Config
-from titanlike.training.loop import train
+from titanlike.core.checkpoint.discovery import select_resume
+from titanlike.core.config.groups.jobs import Checkpoint
+from titanlike.core.config.schema import Config
+from titanlike.core.training.loop import train
 
 TRAIN = ROOT / "train.py"
 

@@ -14,13 +14,15 @@ import torch
 from support.models import tiny
 from support.saved_runs import events
 from support.world import run_world
-from titanlike.config.schema import Checkpoint, Config, Launch, Schedule, Validation
-from titanlike.distributed import async_reads
-from titanlike.distributed.async_reads import Timer
-from titanlike.launch.worker import Worker
-from titanlike.training import stragglers
-from titanlike.training.loop import train
-from titanlike.training.stragglers import BusyTime, Stragglers, slow_ranks
+from titanlike.core.config.groups.jobs import Checkpoint, Launch, Validation
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed import async_reads
+from titanlike.core.distributed.async_reads import Timer
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.loop import train
+from titanlike.watch import stragglers
+from titanlike.watch.stragglers import BusyTime, Stragglers, slow_ranks
 
 
 def short(pp: int, dp: int, share: float = 0.3) -> Config:

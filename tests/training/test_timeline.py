@@ -17,28 +17,32 @@ from support.cells import cells
 from support.models import tiny
 from support.saved_runs import events
 from support.world import RankError, run_world
-from titanlike.config import validate
-from titanlike.config.parse import to_plain
-from titanlike.config.schema import Checkpoint, Config, Fsdp, Sample, Schedule, Timeline, Validation
-from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
-from titanlike.data.loader import batches
-from titanlike.data.registry import open_data
-from titanlike.distributed import async_reads as clock
-from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.driver.tools import timeline as main
-from titanlike.launch.worker import Worker
-from titanlike.metrics.chart import Span
-from titanlike.metrics.timeline_file import Place, RankStep, read_timeline, write
-from titanlike.metrics.timeline_file import Timeline as Recorded
-from titanlike.planning.timeline_report import TimelineReport, report_of
-from titanlike.torch_private.fake_ranks import LiveStorages
-from titanlike.training import loop
-from titanlike.training import timeline as timeline_module
-from titanlike.training.build import build
-from titanlike.training.loop import train
-from titanlike.training.step import drop_gradients, forward_backward
-from titanlike.training.timeline import events_of
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config import validate
+from titanlike.core.config.groups.computation import Fsdp
+from titanlike.core.config.groups.jobs import Checkpoint, Sample, Validation
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.groups.watching import Timeline
+from titanlike.core.config.parse import to_plain
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.registry import open_data
+from titanlike.core.distributed import async_reads as clock
+from titanlike.core.distributed.mesh import close_mesh, open_mesh
+from titanlike.core.launch.worker import Worker
+from titanlike.core.torch_private.fake_ranks import LiveStorages
+from titanlike.core.training import loop
+from titanlike.core.training.build import build
+from titanlike.core.training.loop import train
+from titanlike.core.training.step import drop_gradients, forward_backward
+from titanlike.core.training.train_plan import make_plan
+from titanlike.plan.costs.simulate import Simulation, StageTimes, equal_stages, simulate
+from titanlike.plan.timeline_report import TimelineReport, report_of
+from titanlike.run.tools import timeline as main
+from titanlike.watch import timeline as timeline_module
+from titanlike.watch.chart import Span
+from titanlike.watch.timeline import events_of
+from titanlike.watch.timeline_file import Place, RankStep, read_timeline, write
+from titanlike.watch.timeline_file import Timeline as Recorded
 
 
 def short(pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **changes: Any) -> Config:

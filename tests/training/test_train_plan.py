@@ -13,27 +13,21 @@ from torch import Tensor, nn
 
 from support.models import LLAMA, tiny
 from support.vision_models import of_images
-from titanlike.config.errors import ConfigError
-from titanlike.config.schema import (
-    BalanceSplit,
-    ChunkedCrossEntropy,
-    Config,
-    ConstantLr,
-    Custom,
-    EvenSplit,
-    Fsdp,
-    Model,
-    Schedule,
-    SyntheticData,
-)
-from titanlike.driver.checks import problems
-from titanlike.graph.cut import message
-from titanlike.graph.partition import partition
-from titanlike.parallel.tp import tensor_parallel as tensor_draft
-from titanlike.pipeline.from_config import build_order, derive_microbatches
-from titanlike.training.preflight import preflight
-from titanlike.training.report import epochs, warmup
-from titanlike.training.train_plan import make_plan
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.computation import Fsdp
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.groups.optimization import ChunkedCrossEntropy, ConstantLr
+from titanlike.core.config.groups.pipeline import BalanceSplit, EvenSplit, Schedule
+from titanlike.core.config.groups.user_code import Custom, Model
+from titanlike.core.config.schema import Config
+from titanlike.core.graph.cut import message
+from titanlike.core.graph.partition import partition
+from titanlike.core.pipeline.from_config import build_order, derive_microbatches
+from titanlike.core.training.preflight import preflight
+from titanlike.core.training.report import epochs, warmup
+from titanlike.core.training.train_plan import make_plan
+from titanlike.run.checks import problems
+from titanlike.techniques.tp import tensor_parallel as tensor_draft
 
 
 def test_a_405b_model_is_drafted_in_seconds() -> None:

@@ -15,11 +15,14 @@ from support.cells import cells, meshes
 from support.models import tiny
 from support.runs import train_each
 from support.world import run_world
-from titanlike.config.schema import Checkpoint, Config, ConstantLr, TokenData, Validation
-from titanlike.data import registry
-from titanlike.data.registry import DataError, open_data
-from titanlike.generation.generate import load_model
-from titanlike.metrics.sinks import read_jsonl
+from titanlike.core.config.groups.data import TokenData
+from titanlike.core.config.groups.jobs import Checkpoint, Validation
+from titanlike.core.config.groups.optimization import ConstantLr
+from titanlike.core.config.schema import Config
+from titanlike.core.data import registry
+from titanlike.core.data.registry import DataError, open_data
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.use.generate import load_model
 
 VOCABULARY = 64
 # name -> tokens: of 16 sequences in a batch two that are ragged, one with less than a batch, one

@@ -19,13 +19,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.files import read_object
-from titanlike.config.schema import Config, Custom
-from titanlike.data.order import shuffled_index
-from titanlike.data.registry import vocab_size
-from titanlike.data.sources import Data
-from titanlike.models.registry import build_model, resolve_model
+from titanlike.core.config.errors import ConfigError, Problem
+from titanlike.core.config.files import read_object
+from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
+from titanlike.core.data.order import shuffled_index
+from titanlike.core.data.registry import vocab_size
+from titanlike.core.data.sources import Data
+from titanlike.core.models.registry import build_model, resolve_model
 from titanlike.proof.comparison import compare
 from titanlike.proof.dump import dumped
 from titanlike.proof.recorder import described

@@ -10,8 +10,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from titanlike.distributed.placement import Part, local_of
-from titanlike.torch_private.dtensor import local
+from titanlike.core.distributed.placement import Part, local_of
+from titanlike.core.torch_private.dtensor import local
 
 LOSS_TOLERANCE = 1e-6  # relative, fp32
 GRADIENT_TOLERANCE = 1e-6  # absolute at gradients of order one, fp32

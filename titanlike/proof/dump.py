@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from titanlike.config.schema import Config
-from titanlike.config.yaml_files import read_yaml
-from titanlike.models.hf_names import FAMILIES, counterpart
-from titanlike.models.hf_weights import Source, source_of
-from titanlike.models.registry import complete_arguments, resolve_model
+from titanlike.core.config.schema import Config
+from titanlike.core.config.yaml_files import read_yaml
+from titanlike.core.models.registry import complete_arguments, resolve_model
+from titanlike.hf.hf_names import FAMILIES, counterpart
+from titanlike.hf.hf_weights import Source, source_of
 
 _WRAPPERS = re.compile(r"^module\.|\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 

@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlike.config.schema import Config
-from titanlike.data.loader import batches
-from titanlike.data.sources import Data
-from titanlike.device.accelerator import deterministic, is_accelerator, one_thread
-from titanlike.distributed.placement import Slices, pieces
-from titanlike.launch.rendezvous import barrier
-from titanlike.launch.worker import Worker
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.sources import Data
+from titanlike.core.device.accelerator import deterministic, is_accelerator, one_thread
+from titanlike.core.distributed.placement import Slices, pieces
+from titanlike.core.launch.rendezvous import barrier
+from titanlike.core.launch.worker import Worker
+from titanlike.core.torch_private.dtensor import local
+from titanlike.core.training.build import Run, build
+from titanlike.core.training.device_batches import to_device
+from titanlike.core.training.session import connected
+from titanlike.core.training.step import drop_gradients, forward_backward, optimizer_step
 from titanlike.proof.reference import REFERENCE_TIMEOUT, in_one_process
-from titanlike.torch_private.dtensor import local
-from titanlike.training.build import Run, build
-from titanlike.training.device_batches import to_device
-from titanlike.training.session import connected
-from titanlike.training.step import drop_gradients, forward_backward, optimizer_step
 
 if TYPE_CHECKING:
     from titanlike.proof.recorder import Recorder

@@ -2,7 +2,7 @@
 
 `verify=auto` compares if there is custom code (a model, loss, optimizer, data, schedule), several
 processes, and one process can hold the model and takes at most LIMIT seconds by estimate: no static
-check covers all that code may do. `verify=required` compares every layout. `driver/job.py`
+check covers all that code may do. `verify=required` compares every layout. `run/job.py`
 (`job_of`) decides which runs are such a job. A passed comparison is remembered, by a hash of that
 code and of the config, in the run's directory and in the user's cache. The comparison is in fp32
 and not compiled, where only the last digits are rounding.
@@ -24,23 +24,24 @@ from typing import Any
 import torch
 
 import titanlike
-from titanlike.config import files
-from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.imports import import_object, outside_code
-from titanlike.config.parse import to_plain
-from titanlike.config.program import tool_program
-from titanlike.config.schema import Config, Precision
-from titanlike.device.accelerator import is_accelerator
-from titanlike.device.choose import choose_device
-from titanlike.device.memory import total_memory
-from titanlike.launch.rendezvous import barrier
-from titanlike.launch.watchdog import Watchdog
-from titanlike.launch.worker import Worker
-from titanlike.metrics.console import Console
-from titanlike.metrics.run_files import Events
-from titanlike.models.registry import build_model, resolve_model
-from titanlike.torch_private.process_groups import abort_groups
-from titanlike.training import loop
+from titanlike.core.config import files
+from titanlike.core.config.errors import ConfigError, Problem
+from titanlike.core.config.groups.computation import Precision
+from titanlike.core.config.imports import import_object, outside_code
+from titanlike.core.config.parse import to_plain
+from titanlike.core.config.program import tool_program
+from titanlike.core.config.schema import Config
+from titanlike.core.device.accelerator import is_accelerator
+from titanlike.core.device.choose import choose_device
+from titanlike.core.device.memory import total_memory
+from titanlike.core.launch.rendezvous import barrier
+from titanlike.core.launch.watchdog import Watchdog
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.console import Console
+from titanlike.core.metrics.run_files import Events
+from titanlike.core.models.registry import build_model, resolve_model
+from titanlike.core.torch_private.process_groups import abort_groups
+from titanlike.core.training import loop
 
 LIMIT = 30.0  # seconds, by estimate
 _QUIET = 5.0  # seconds until a line reports progress

@@ -22,16 +22,20 @@ from typing import Any
 
 import torch
 
-from titanlike.config.schema import ActivationCheckpoint, Config, EvenSplit, Fsdp, Schedule
-from titanlike.config.validate import problems
-from titanlike.data.registry import open_data
-from titanlike.data.sources import Data
-from titanlike.launch.failures import describe
-from titanlike.launch.rendezvous import barrier, in_words
-from titanlike.launch.signals import GRACE
-from titanlike.launch.torchrun import leave_groups
-from titanlike.launch.worker import Worker
-from titanlike.metrics.console import Console
+from titanlike.core.config.groups.computation import ActivationCheckpoint, Fsdp
+from titanlike.core.config.groups.pipeline import EvenSplit, Schedule
+from titanlike.core.config.schema import Config
+from titanlike.core.config.validate import problems
+from titanlike.core.data.registry import open_data
+from titanlike.core.data.sources import Data
+from titanlike.core.launch.failures import describe
+from titanlike.core.launch.rendezvous import barrier, in_words
+from titanlike.core.launch.signals import GRACE
+from titanlike.core.launch.torchrun import leave_groups
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.console import Console
+from titanlike.core.training.build import Run
+from titanlike.core.training.session import open_data_on_every_rank
 from titanlike.proof.comparison import Comparison
 from titanlike.proof.exact import computed
 from titanlike.proof.operations import Operations
@@ -51,8 +55,6 @@ from titanlike.proof.verification import (
     compute_reference,
     kind_order,
 )
-from titanlike.training.build import Run
-from titanlike.training.session import open_data_on_every_rank
 
 _STEPS = "steps.pt"
 _NEAR = 1e-2  # relative; small updates are rounded when added to weights

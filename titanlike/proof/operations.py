@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlike.graph.recording import tree_flatten
+from titanlike.core.graph.recording import tree_flatten
+from titanlike.core.torch_private import deferred_dynamo
+from titanlike.core.torch_private.autograd import in_backward, running_node, sequence_number
+from titanlike.core.torch_private.operators import TorchDispatchMode
 from titanlike.proof.comparison import Comparison
-from titanlike.torch_private import deferred_dynamo
-from titanlike.torch_private.autograd import in_backward, running_node, sequence_number
-from titanlike.torch_private.operators import TorchDispatchMode
 
 # files whose lines are not reported
 _OTHERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), deferred_dynamo.__file__)

@@ -10,17 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlike.config.schema import (
-    ChunkedCrossEntropy,
-    Config,
-    CrossEntropy,
-    HFData,
-    MixtureData,
-    TextData,
-    TokenData,
-)
-from titanlike.data.sources import IGNORE, Batch
-from titanlike.optim.loss import logits_of
+from titanlike.core.config.groups.data import HFData, MixtureData, TextData, TokenData
+from titanlike.core.config.groups.optimization import ChunkedCrossEntropy, CrossEntropy
+from titanlike.core.config.schema import Config
+from titanlike.core.data.sources import IGNORE, Batch
+from titanlike.core.optim.loss import logits_of
 
 Pair = tuple[Tensor, Tensor]  # (actual, promised)
 

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.config.schema import Config
-from titanlike.distributed.placement import Part, Placement, experts_of, local_of
-from titanlike.distributed.transform import Transform
-from titanlike.graph.recording import tree_flatten
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.placement import Part, Placement, experts_of, local_of
+from titanlike.core.distributed.transform import Transform
+from titanlike.core.graph.recording import tree_flatten
+from titanlike.core.torch_private.autograd import in_backward
+from titanlike.core.torch_private.dtensor import local
+from titanlike.core.training.build import Run
 from titanlike.proof.comparison import Comparison, compare
 from titanlike.proof.operations import DIFFERS, Operations, first_operation
-from titanlike.torch_private.autograd import in_backward
-from titanlike.torch_private.dtensor import local
-from titanlike.training.build import Run
 
 PHASES = ("input", "output", "gradient of the output", "share")
 # the reference's files in the folder of a comparison

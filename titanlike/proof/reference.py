@@ -15,30 +15,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from titanlike.config.errors import ConfigError
-from titanlike.config.schema import (
-    ActivationCheckpoint,
-    Config,
-    EvenSplit,
-    Fsdp,
-    Numerics,
-    Precision,
-    Schedule,
-)
-from titanlike.data.loader import batches, validation_batches, validation_weights
-from titanlike.data.sources import REAL, Data, Source, no_targets
-from titanlike.distributed.initialize import draw, initialize
-from titanlike.distributed.mesh import one_process
-from titanlike.distributed.placement import optimizer_state
-from titanlike.distributed.transform import Transform
-from titanlike.models.registry import MODELS, build_model, initial_weights_of, resolve_model
-from titanlike.optim.loss import build_loss, logits_of
-from titanlike.optim.optimizer import build_optimizers, learning_rate, set_lr
+from titanlike.core.config.errors import ConfigError
+from titanlike.core.config.groups.computation import ActivationCheckpoint, Fsdp, Numerics, Precision
+from titanlike.core.config.groups.pipeline import EvenSplit, Schedule
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches, validation_batches, validation_weights
+from titanlike.core.data.sources import REAL, Data, Source, no_targets
+from titanlike.core.distributed.initialize import draw, initialize
+from titanlike.core.distributed.mesh import one_process
+from titanlike.core.distributed.placement import optimizer_state
+from titanlike.core.distributed.transform import Transform
+from titanlike.core.models.registry import MODELS, build_model, initial_weights_of, resolve_model
+from titanlike.core.optim.loss import build_loss, logits_of
+from titanlike.core.optim.optimizer import build_optimizers, learning_rate, set_lr
+from titanlike.core.torch_private.autograd import watch_autocast
+from titanlike.core.training.train_plan import make_plan
+from titanlike.core.training.transforms import stage_transforms
 from titanlike.proof.comparison import compare, reliable
 from titanlike.proof.promises import Pair, loss_in_plain_torch, of_data, of_documents
-from titanlike.torch_private.autograd import watch_autocast
-from titanlike.training.train_plan import make_plan
-from titanlike.training.transforms import stage_transforms
 
 if TYPE_CHECKING:
     from titanlike.proof.recorder import Recorder

@@ -14,9 +14,11 @@ from pathlib import Path
 from pprint import pformat
 from typing import Any
 
-from titanlike.config.parse import to_plain
-from titanlike.config.schema import Config, Model, SyntheticData
-from titanlike.models.registry import LENGTHS, MODELS, complete_arguments, resolve_model
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.groups.user_code import Model
+from titanlike.core.config.parse import to_plain
+from titanlike.core.config.schema import Config
+from titanlike.core.models.registry import LENGTHS, MODELS, complete_arguments, resolve_model
 
 _ATTEMPTS = 40
 _MOST = 40  # lines
@@ -36,8 +38,8 @@ from tempfile import mkdtemp
 
 sys.path.append(".")  # where your own code is
 
-from titanlike.config.parse import parse
-from titanlike.driver.job import JobRunner
+from titanlike.core.config.parse import parse
+from titanlike.run.job import JobRunner
 
 CONFIG = {config}
 

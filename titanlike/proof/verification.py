@@ -32,16 +32,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.config.schema import Config
-from titanlike.data.loader import batches
-from titanlike.data.sources import Data
-from titanlike.device.accelerator import is_accelerator
-from titanlike.device.choose import choose_device
-from titanlike.distributed.placement import Part, experts_of, pieces
-from titanlike.launch.rendezvous import barrier
-from titanlike.launch.watchdog import Watchdog
-from titanlike.launch.worker import Worker
-from titanlike.metrics.console import Console
+from titanlike.core.config.schema import Config
+from titanlike.core.data.loader import batches
+from titanlike.core.data.sources import Data
+from titanlike.core.device.accelerator import is_accelerator
+from titanlike.core.device.choose import choose_device
+from titanlike.core.distributed.placement import Part, experts_of, pieces
+from titanlike.core.launch.rendezvous import barrier
+from titanlike.core.launch.watchdog import Watchdog
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.console import Console
+from titanlike.core.torch_private.dtensor import local
+from titanlike.core.training.anomalies import AnomalyDetector
+from titanlike.core.training.build import Run, build
+from titanlike.core.training.device_batches import to_device
+from titanlike.core.training.first_batch import compile_blocks, refuse_mixed_samples
+from titanlike.core.training.same_data import refuse_other_data
+from titanlike.core.training.session import connected, open_data_on_every_rank
+from titanlike.core.training.step import measured_step, validate
 from titanlike.proof.comparison import RELATIVE_TOLERANCE, Comparison, compare, merge
 from titanlike.proof.reference import (
     EARLY,
@@ -56,14 +64,6 @@ from titanlike.proof.reference import (
     rounding_of_one_process,
     state_of,
 )
-from titanlike.torch_private.dtensor import local
-from titanlike.training.anomalies import AnomalyDetector
-from titanlike.training.build import Run, build
-from titanlike.training.device_batches import to_device
-from titanlike.training.first_batch import compile_blocks, refuse_mixed_samples
-from titanlike.training.same_data import refuse_other_data
-from titanlike.training.session import connected, open_data_on_every_rank
-from titanlike.training.step import measured_step, validate
 
 if TYPE_CHECKING:
     from titanlike.proof.recorder import Recorder, What, Wrong

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from titanlike.config.files import atomic_write_text, dumps
-from titanlike.config.schema import Config, Precision
-from titanlike.config.validate import problems
-from titanlike.launch.worker import Worker
+from titanlike.core.config.files import atomic_write_text, dumps
+from titanlike.core.config.groups.computation import Precision
+from titanlike.core.config.schema import Config
+from titanlike.core.config.validate import problems
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.session import open_data_on_every_rank
 from titanlike.proof.verification import (
     Verdict,
     apart,
@@ -20,7 +22,6 @@ from titanlike.proof.verification import (
     compute_reference,
     print_found,
 )
-from titanlike.training.session import open_data_on_every_rank
 
 
 def verify(config: Config, worker: Worker) -> dict[str, Any]:

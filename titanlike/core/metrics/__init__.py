@@ -1,0 +1,4 @@
+"""Output of rank 0: console, metrics.jsonl, events.jsonl, result.json.
+
+May import only config.
+"""

@@ -1,0 +1,256 @@
+"""Commands that launch nothing: `titanlike plan [search] ...`, `timeline RUN [RUN]`, `report RUN
+[RUN]`, `scripts SCHEDULER DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanlike.core.config import validate
+from titanlike.core.config.errors import ConfigError, Problem
+from titanlike.core.config.groups.watching import TIMELINE
+from titanlike.core.config.imports import TRUST_CODE
+from titanlike.core.config.keys import MAX_RANKS
+from titanlike.core.config.program import argument_parser, exit_code, scripts_dir, train_program
+from titanlike.core.config.schema import MESH_AXES, Config
+from titanlike.run.argv import complete_args, parse_argv
+from titanlike.run.job import print_problems
+from titanlike.run.overrides import check_overrides
+
+if TYPE_CHECKING:
+    from titanlike.plan.timeline_report import TimelineReport
+
+_PLAN = (
+    "Says what a run will cost before anything is paid for: memory of each rank, time of a step, "
+    "tokens/s, MFU, bubble, traffic, and what is slow. No GPU, process group or data are needed. "
+    "hardware= names the devices. `search` tries every layout of gpus=N devices for the global batch."
+)
+
+
+def plan(argv: list[str]) -> int:
+    """Return the exit code: 0; 1 if the run would not fit; 2 for errors in the config."""
+    usage = "%(prog)s [search] [key=value ...] [group=choice ...] [FLAG ...]"
+    overrides = f"Takes the overrides of training: {shlex.join(train_program())} --help lists them."
+    example = "Example: search experiment=llama3_8b gpus=64 hardware=h100_sxm"
+    parser = argument_parser(
+        _PLAN, usage=usage, epilog=f"{overrides} {example}", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object")
+    text = "draw the pipeline: .svg or .png (%(const)s)"
+    add("--picture", metavar="FILE", type=Path, nargs="?", const=Path("plan.svg"), help=text)
+    text = "count the memory in a step of each pipeline rank, without devices: seconds a rank"
+    add("--exact", action="store_true", help=text)
+    text = "layouts that a search prints (%(default)s)"
+    add("--top", metavar="N", type=int, default=10, help=text)
+    flags, words = parser.parse_known_args(argv)
+    searching = "search" in words[:1]
+    words = words[1:] if searching else words
+    gpus = [word.partition("=")[2] for word in words if word.startswith("gpus=")][-1:]
+    words = [word for word in words if not word.startswith("gpus=")]
+    problems = []
+    for number in gpus:
+        if not searching:
+            reason = f"is for a search; the devices of a plan are {' x '.join(MESH_AXES)}"
+            problems.append(Problem("gpus", number, reason, f"plan search gpus={number}"))
+        elif not number.isdigit() or not 1 <= int(number) <= MAX_RANKS:
+            problems.append(Problem("gpus", number, "must be a number of devices", "gpus=64"))
+    if flags.picture is not None and flags.picture.suffix not in (".svg", ".png"):
+        reason = "the picture's file must end in .svg or .png"
+        problems.append(
+            Problem(f"--picture {flags.picture}", "", reason, "write --picture plan.svg")
+        )
+    if "--exact" in words:
+        reason = "memory is estimated, within 5% of what ranks take; no step is counted"
+        problems.append(Problem("--exact", "", reason, "leave it out"))
+    args = parse_argv([word for word in words if word != "--exact"])
+    args.multirun = False
+    complete_args(args)
+    checked = check_overrides(args)
+    problems += checked.problems
+    config = checked.config
+    if checked.multirun:
+        reason = "plans one layout, or searches for all of gpus=N"
+        problems.append(Problem("plan", "", f"{reason}; a sweep is for train.py"))
+    if config is not None and not problems:
+        problems += validate.problems(config)
+    if problems or config is None:
+        return print_problems([problem.hiding(checked.environment) for problem in problems])
+    try:
+        if not searching:
+            return _plan(config, flags)
+        from titanlike.plan.search import search, search_data, search_text
+
+        devices = int(gpus[0]) if gpus else config.world_size
+        say = partial(print, file=sys.stderr, flush=True)
+        layouts = search(config, words, devices, flags.top, say)
+        as_json = flags.json and json.dumps(search_data(layouts, flags.top))
+        print(as_json or search_text(layouts, flags.top, _width()))
+        return 0 if layouts.ranked else 1
+    except ConfigError as error:
+        return print_problems([p.hiding(checked.environment) for p in error.problems])
+    except ModuleNotFoundError as error:  # an extra is not installed
+        return print_problems([Problem("plan", "", f"{error.name} is not installed")])
+    except BrokenPipeError:  # piped to `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _plan(config: Config, flags: argparse.Namespace) -> int:
+    from titanlike.plan.advice import memory_warning
+    from titanlike.plan.auto_schedule import WHY, with_found_order
+    from titanlike.plan.estimate import make_estimate
+    from titanlike.plan.estimate_text import as_data, as_text, chart_of
+    from titanlike.plan.known_hardware import planned_hardware
+
+    hardware = planned_hardware(config)
+    say = (lambda _: None) if flags.json else print
+    with contextlib.ExitStack() as stack:
+        folder = config.run_dir
+        if not (
+            Path(folder) / WHY
+        ).exists():  # a run's folder is used; nothing is written elsewhere
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+        ordered = with_found_order(replace(config, run_dir=folder), say)
+        estimate = make_estimate(ordered, hardware)
+        if flags.exact:
+            from titanlike.plan.counted_memory import with_exact_memory
+
+            estimate = with_exact_memory(estimate)
+        warning = (
+            "" if estimate.fits else memory_warning(config, estimate.plan, hardware.usable, 4.0)
+        )
+        if flags.json:
+            print(json.dumps(as_data(estimate, warning)))
+        else:
+            print(as_text(estimate, warning, _width()))
+        if flags.picture is not None:
+            from titanlike.watch.chart_picture import draw
+
+            draw(chart_of(estimate), flags.picture)
+            if not flags.json:
+                print(f"written: {flags.picture}")
+    return 0 if estimate.fits else 1
+
+
+def _width() -> int:
+    return max(60, shutil.get_terminal_size().columns)
+
+
+_TIMELINE = (
+    "Prints the timeline that a run has recorded (timeline=true) next to its plan: what each rank "
+    "computed and waited for, and how heavy stages are. Several runs are compared."
+)
+
+
+def timeline(argv: list[str]) -> int:
+    """Return the exit code: 0; 2 if a run has no timeline."""
+    parser = argument_parser(_TIMELINE, allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a run")
+    parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
+    flags = parser.parse_args(argv)
+    from titanlike.core.config.received import Consent, refuse_links
+    from titanlike.plan.timeline_report import as_data, as_text, report_of
+
+    consent = Consent(line=argv, trusted=flags.trust_code)
+    reports: list[tuple[str, TimelineReport]] = []
+    try:
+        for run in flags.runs:
+            refuse_links(run)
+            reports.append((str(run), report_of(run, consent)))
+        if flags.json:
+            lines = [json.dumps(as_data(report)) for _, report in reports]
+        else:
+            lines = [as_text(reports, _width())]
+    except ConfigError as error:
+        return print_problems(error.problems)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = f"a {TIMELINE} is not as it was recorded ({type(error).__name__}: {error})"
+        fix = "give runs that recorded one: timeline=true"
+        return print_problems([Problem("timeline", str(flags.runs[-1]), reason, fix)])
+    print("\n".join(lines))
+    return 0
+
+
+def report(argv: list[str]) -> int:
+    """Return the exit code: 0; 2 for a folder that is not a run's."""
+    from titanlike.core.config.received import Consent, refuse_links
+    from titanlike.plan.run_charts import run_charts
+    from titanlike.watch.report import FILE, write_reports
+
+    parser = argument_parser(
+        "Write a run's curves, events, configuration, layout, pictures and samples as one page, "
+        "also while it runs; several runs are laid over each other."
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run_dir")
+    parser.add_argument("--out", type=Path, help=f"the page (RUN/{FILE}; of several runs ./{FILE})")
+    parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
+    flags = parser.parse_args(argv)
+    out = flags.out or (flags.runs[0] / FILE if len(flags.runs) == 1 else Path(FILE))
+
+    def write() -> int:
+        for run in flags.runs:
+            refuse_links(run)
+        charts_of = partial(run_charts, planned=Consent((), argv, flags.trust_code))
+        print(f"written: {write_reports(out, dict.fromkeys(flags.runs, ''), charts_of)}")
+        return 0
+
+    return exit_code(write)
+
+
+def scripts(argv: list[str] | None = None) -> int:
+    """Copy the job scripts. The exit code is 2 if nothing was copied."""
+    parser = argument_parser(
+        "Copy the job scripts of a scheduler into a folder. They need no checkout."
+    )
+    parser.add_argument("scheduler", choices=("slurm", "kubernetes", "skypilot"))
+    parser.add_argument("folder", metavar="DIR", type=Path, help="made if it does not exist")
+    parser.add_argument("--force", action="store_true", help="overwrite files")
+    arguments = parser.parse_args(argv)
+    source, folder = scripts_dir() / arguments.scheduler, arguments.folder
+    files = sorted(path for path in source.iterdir() if path.is_file())
+
+    def copy() -> int:
+        existing = [path.name for path in files if (folder / path.name).exists()]
+        if existing and not arguments.force:
+            names = ", ".join(existing)
+            raise FileExistsError(f"{folder} already has {names}; --force overwrites them")
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in files:
+            shutil.copy(path, folder)
+        print(f"copied to {folder}: {', '.join(path.name for path in files)}")
+        return 0
+
+    return exit_code(copy)
+
+
+def versions() -> str:
+    """Return two lines: titanlike with its checkout's commit, torch with its build."""
+    from importlib.metadata import version  # the import takes 0.05 s
+
+    import torch
+
+    from titanlike.core.device.accelerator import nccl_version
+    from titanlike.core.metrics.run_files import own_version
+
+    cuda, hip = torch.version.cuda, torch.version.hip
+    lines = {
+        "titanlike": own_version(),
+        "torch": str(torch.__version__),
+        "ROCm" if hip else "CUDA": hip or cuda or "none",
+        "RCCL" if hip else "NCCL": nccl_version(),
+        "Hydra": version("hydra-core"),
+        "Python": sys.version.split()[0],
+    }
+    return "\n".join(f"{name:10}{text}" for name, text in lines.items())

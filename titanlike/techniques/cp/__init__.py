@@ -1,0 +1,1 @@
+"""Context parallelism: a sequence over the ranks of the axis cp."""

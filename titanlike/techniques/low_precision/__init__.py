@@ -1,0 +1,1 @@
+"""float8 and mxfp8: linear layers and experts in low precision."""

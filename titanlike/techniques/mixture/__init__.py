@@ -1,0 +1,1 @@
+"""Mixtures of experts: models, and their experts over the axis ep."""

@@ -1,5 +1,0 @@
-"""The training job: decide (train_plan), allocate (build), train (loop, step), check each step (anomalies).
-
-May import all packages below it: checkpoint, split, pipeline, models, optim, graph, parallel, data,
-launch, metrics, config and torch_private.
-"""

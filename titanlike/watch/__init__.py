@@ -1,0 +1,4 @@
+"""What shows a run to people: W&B, TensorBoard, the report page, profiles, timelines, stragglers.
+
+Imports core.
+"""
