@@ -94,10 +94,6 @@ def test_a_layout_that_does_not_fit_is_reported_with_one_that_does(capsys) -> No
             "is valid for batch_size=16 (split.balance",
         ),
         (["hardware=cpu", "pp=3", "dp=3"], "does not divide among dp=3"),
-        (
-            ["hardware=cpu", "--exact"],
-            "within 5% of what ranks take; no step is counted; leave it out",
-        ),
     ],
 )
 def test_mistakes_are_answered_like_those_of_training(capsys, words, said) -> None:

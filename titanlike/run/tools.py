@@ -70,10 +70,7 @@ def plan(argv: list[str]) -> int:
         problems.append(
             Problem(f"--picture {flags.picture}", "", reason, "write --picture plan.svg")
         )
-    if "--exact" in words:
-        reason = "memory is estimated, within 5% of what ranks take; no step is counted"
-        problems.append(Problem("--exact", "", reason, "leave it out"))
-    args = parse_argv([word for word in words if word != "--exact"])
+    args = parse_argv(words)
     args.multirun = False
     complete_args(args)
     checked = check_overrides(args)
