@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # each is imported where a config asks for it
     from titanlike.watch.timeline import Timeline
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Session:
     """The resources of a training run. Only rank 0 has an owner and a check of the run's files, and
     writes to console, events and sinks."""
@@ -281,23 +281,23 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
                     sinks.append(TensorBoardSink(worker.run_dir, step))
                 run_files = worker.resources.enter_context(closing(RunFiles(worker.run_dir)))
             session = Session(
-                config,
-                worker,
-                data,
-                run,
-                AnomalyDetector(config, progress.guard),
-                checkpointer,
-                watchdog,
-                console,
-                events,
-                sinks,
-                owner,
-                run_files,
-                profile,
-                timeline,
-                sampler,
-                stragglers,
-                progress,
+                config=config,
+                worker=worker,
+                data=data,
+                run=run,
+                detector=AnomalyDetector(config, progress.guard),
+                checkpointer=checkpointer,
+                watchdog=watchdog,
+                console=console,
+                events=events,
+                sinks=sinks,
+                owner=owner,
+                files=run_files,
+                profile=profile,
+                timeline=timeline,
+                sampler=sampler,
+                stragglers=stragglers,
+                progress=progress,
                 last=config.last_step,
                 places=places,
             )
