@@ -76,7 +76,7 @@ def _key(field: dataclasses.Field, prefix: str) -> tuple[str, ...]:
 def schedules() -> str:
     """Bubble, activations and messages of each schedule, walked through its Order."""
     from titanlike.core.pipeline.schedules import SCHEDULES
-    from titanlike.plan.costs.simulate import equal_stages, in_flight, simulate
+    from titanlike.planning.costs.simulate import equal_stages, in_flight, simulate
 
     rows = []
     for name, schedule in SCHEDULES.items():
@@ -99,10 +99,10 @@ def pictures() -> None:
     """docs/pictures: a plan of each schedule, of the default model with longer sequences."""
     from titanlike.core.config.parse import parse
     from titanlike.core.pipeline.schedules import SCHEDULES
-    from titanlike.plan.auto_schedule import with_found_order
-    from titanlike.plan.estimate import make_estimate
-    from titanlike.plan.estimate_text import chart_of
-    from titanlike.plan.known_hardware import shipped
+    from titanlike.planning.auto_schedule import with_found_order
+    from titanlike.planning.estimate import make_estimate
+    from titanlike.planning.estimate_text import chart_of
+    from titanlike.planning.known_hardware import shipped
     from titanlike.watch.chart_picture import draw
 
     folder = ROOT / "docs" / "pictures"

@@ -52,7 +52,7 @@ from titanlike.run.overrides import check_overrides
 from titanlike.use.training_run import TrainingRun
 
 if TYPE_CHECKING:
-    from titanlike.plan.estimate import Estimate
+    from titanlike.planning.estimate import Estimate
 
 
 class Callback(Protocol):
@@ -114,9 +114,9 @@ def plan(config: Config) -> Estimate:
     In a notebook the result is shown as tables and a picture. Raises ConfigError.
     """
     _needs_config(config)
-    from titanlike.plan.estimate import make_estimate
-    from titanlike.plan.estimate_text import ShownEstimate
-    from titanlike.plan.known_hardware import planned_hardware
+    from titanlike.planning.estimate import make_estimate
+    from titanlike.planning.estimate_text import ShownEstimate
+    from titanlike.planning.known_hardware import planned_hardware
 
     named = config.hardware.name != "none"  # otherwise guess this machine's
     estimate = make_estimate(config, planned_hardware(config) if named else None)

@@ -22,7 +22,7 @@ from titanlike.core.device import accelerator
 from titanlike.core.device.accelerator import is_accelerator, synchronize
 from titanlike.core.device.memory import total_memory
 from titanlike.core.models.attention import attention
-from titanlike.plan.costs.node_costs import attention_share, now
+from titanlike.planning.costs.node_costs import attention_share, now
 
 # (sizes of a large and a small matrix), (batch, heads, tokens, head dimension) of attention
 _CPU_SIZES = (1024, 96), (1, 8, 512, 64)

@@ -15,6 +15,7 @@ MAY = {
     "titanlike/core/models/document_attention.py": [
         "torch.cuda.get_device_capability"
     ],  # its kernels are CUDA's
+    "titanlike/techniques/mixture/experts.py": ["torch.cuda.get_device_capability"],  # likewise
     "titanlike/core/config/schema.py": ['"cuda"'],  # a choice of `device`
 }
 
@@ -24,7 +25,7 @@ def test_only_the_device_package_knows_device_types() -> None:
     for folder in ("titanlike", "hydra_plugins", "tools", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = str(path.relative_to(ROOT))
-            if name.startswith("titanlike/device/"):
+            if name.startswith("titanlike/core/device/"):
                 continue
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 for allowed in MAY.get(name, []):

@@ -29,11 +29,11 @@ from titanlike.core.launch.worker import Worker
 from titanlike.core.training.loop import train
 from titanlike.core.training.step import step_record
 from titanlike.core.training.train_plan import memory_for_training
-from titanlike.plan.estimate import make_estimate
-from titanlike.plan.estimate_text import as_data, as_text
-from titanlike.plan.known_hardware import likely_hardware, planned_hardware, shipped
-from titanlike.plan.timeline_report import as_text as timeline_text
-from titanlike.plan.timeline_report import report_of
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.estimate_text import as_data, as_text
+from titanlike.planning.known_hardware import likely_hardware, planned_hardware, shipped
+from titanlike.planning.timeline_report import as_text as timeline_text
+from titanlike.planning.timeline_report import report_of
 from titanlike.proof.verify import verify
 from titanlike.watch.stragglers import Stragglers
 

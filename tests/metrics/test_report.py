@@ -16,7 +16,7 @@ import pytest
 from support.commands import TINY, command
 from titanlike.core.config import files
 from titanlike.core.metrics.sinks import read_jsonl
-from titanlike.plan.run_charts import run_charts
+from titanlike.planning.run_charts import run_charts
 from titanlike.run.tools import report as main
 from titanlike.watch import report
 from titanlike.watch.chart import Chart, Span

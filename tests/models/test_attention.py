@@ -50,7 +50,7 @@ from titanlike.core.models.llama import rotary_table, rotate
 from titanlike.core.models.registry import build_model
 from titanlike.core.torch_private.operators import operator_names
 from titanlike.core.training.build import build
-from titanlike.plan.costs.node_costs import count
+from titanlike.planning.costs.node_costs import count
 
 B, T, E = 2, 37, 16
 TIGHT = {"rtol": 1e-6, "atol": 2e-6}

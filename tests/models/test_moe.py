@@ -17,7 +17,7 @@ from support.models import tiny
 from titanlike.core.config.groups.user_code import Model
 from titanlike.core.models.registry import build_model, resolve_model
 from titanlike.core.training.preflight import preflight
-from titanlike.plan.costs.node_costs import EXPERTS_PRODUCT
+from titanlike.planning.costs.node_costs import EXPERTS_PRODUCT
 from titanlike.techniques.activation_checkpoint import PRODUCTS
 from titanlike.techniques.mixture import experts
 from titanlike.techniques.mixture.experts import EXPERT_LINEAR, expert_linear, runs_grouped

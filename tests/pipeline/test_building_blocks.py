@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from titanlike.core.pipeline.order_check import check_order
 from titanlike.core.pipeline.schedules import SCHEDULES
-from titanlike.plan.costs.simulate import equal_stages, in_flight, simulate
+from titanlike.planning.costs.simulate import equal_stages, in_flight, simulate
 
 SIZES = [(p, m * p) for p in (2, 3, 4, 6, 8) for m in (1, 2, 4)]
 

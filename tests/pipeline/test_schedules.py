@@ -31,7 +31,7 @@ from titanlike.core.pipeline.schedules import (
     vee,
 )
 from titanlike.core.torch_private.pipeline_runtime import generated_order
-from titanlike.plan.costs.simulate import equal_stages, in_flight, simulate
+from titanlike.planning.costs.simulate import equal_stages, in_flight, simulate
 
 SPLITTING = {*SCHEDULES} - {"gpipe", "1f1b", "interleaved1f1b", "loopedbfs"}
 

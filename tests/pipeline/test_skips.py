@@ -25,7 +25,7 @@ from titanlike.core.config.schema import Config
 from titanlike.core.launch.worker import Worker
 from titanlike.core.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES
 from titanlike.core.torch_private import pipeline_runtime
-from titanlike.plan.estimate import make_estimate
+from titanlike.planning.estimate import make_estimate
 
 POINTS = PointSplit(points=["down.2", "up.0", "up.2"])  # down.0 is used by stage 3, down.1 by 2
 MICROBATCHES = 8

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from support.command_lines import examined
-from titanlike.plan.estimate import Estimate, make_estimate
-from titanlike.plan.known_hardware import planned_hardware
+from titanlike.planning.estimate import Estimate, make_estimate
+from titanlike.planning.known_hardware import planned_hardware
 
 
 def planned(*words: str) -> Estimate:

@@ -54,8 +54,8 @@ from titanlike.core.optim.optimizer import build_optimizers
 from titanlike.core.training.loop import train
 from titanlike.core.training.preflight import preflight
 from titanlike.core.training.train_plan import make_plan
-from titanlike.plan.estimate import make_estimate
-from titanlike.plan.known_hardware import shipped
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.known_hardware import shipped
 from titanlike.techniques.mixture import expert_exchange
 from titanlike.techniques.mixture.expert_parallel import ExpertBalance
 from titanlike.techniques.mixture.moe import Moe, RoutedMLP, Routing

@@ -47,7 +47,7 @@ from titanlike.core.models.registry import build_model, resolve_model
 from titanlike.core.training.loop import train
 from titanlike.core.training.preflight import preflight
 from titanlike.core.training.train_plan import make_plan
-from titanlike.plan.estimate import make_estimate
+from titanlike.planning.estimate import make_estimate
 from titanlike.proof.reference import in_one_process
 from titanlike.techniques.low_precision import float8
 from titanlike.techniques.low_precision.float8 import use_float8
@@ -172,9 +172,9 @@ def test_experts_compute_in_float8_but_small_and_named_ones() -> None:
 
 
 def test_a_chain_of_layers_keeps_its_head_shared_and_odd_layers() -> None:
-    chain = Custom("parallel.test_float8.Chain", {})
+    chain = Custom("techniques.test_float8.Chain", {})
     assert in_float8(tiny(model=chain, precision=FLOAT8)) == {"1", "3"}
-    normed = Custom("parallel.test_float8.Normed", {})
+    normed = Custom("techniques.test_float8.Normed", {})
     assert in_float8(tiny(model=normed, precision=FLOAT8)) == {"layers.0.0"}
 
 

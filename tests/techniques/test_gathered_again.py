@@ -21,8 +21,8 @@ from titanlike.core.distributed.placement import in_float8
 from titanlike.core.models.llama import Llama, rotary_table
 from titanlike.core.torch_private.fake_ranks import fake_process_group
 from titanlike.core.torch_private.tensors import storage_id
-from titanlike.plan.estimate import make_estimate
-from titanlike.plan.known_hardware import shipped
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.known_hardware import shipped
 from titanlike.techniques.low_precision.float8 import use_float8
 from titanlike.techniques.low_precision.float8_linear import cast_weights
 from titanlike.techniques.tp.plan import named, parse_plan

@@ -27,8 +27,8 @@ from titanlike.core.config.schema import Config
 from titanlike.core.data.registry import DataError, open_data
 from titanlike.core.metrics.console import Console
 from titanlike.core.metrics.sinks import read_jsonl
-from titanlike.plan.estimate import make_estimate
-from titanlike.plan.estimate_text import as_data, as_text
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.estimate_text import as_data, as_text
 from titanlike.watch.report import read_history
 
 

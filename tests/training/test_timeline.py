@@ -35,8 +35,8 @@ from titanlike.core.training.build import build
 from titanlike.core.training.loop import train
 from titanlike.core.training.step import drop_gradients, forward_backward
 from titanlike.core.training.train_plan import make_plan
-from titanlike.plan.costs.simulate import Simulation, StageTimes, equal_stages, simulate
-from titanlike.plan.timeline_report import TimelineReport, report_of
+from titanlike.planning.costs.simulate import Simulation, StageTimes, equal_stages, simulate
+from titanlike.planning.timeline_report import TimelineReport, report_of
 from titanlike.run.tools import timeline as main
 from titanlike.watch import timeline as timeline_module
 from titanlike.watch.chart import Span
@@ -210,7 +210,7 @@ def test_a_stage_that_takes_longer_and_who_waits_for_it_are_in_the_tables(
     recorded(tmp_path, config, [light, heavy])
     assert main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"^1 +1 .* 133% ", text, re.MULTILINE), text
+    assert re.search(r"^ +1 +1 .* 133% ", text, re.MULTILINE), text
     report = report_of(tmp_path)
     waits = [rank.waits_for for rank in report.ranks]
     assert waits[0] == 1 and report.ranks[0].waiting > report.ranks[1].waiting

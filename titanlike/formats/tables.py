@@ -118,7 +118,7 @@ def _unfolded(message: Any) -> int:
     if message.type not in ("record batch", "dictionary"):
         return 0  # the schema
     batch = inner(at("I", 0), 2)
-    batch = inner(batch, 1) if message.type == "dictionary" else batch
+    batch = batch if message.type == "record batch" else inner(batch, 1)
     rows = at("q", field(batch, 0)) if field(batch, 0) else 0
     buffers, unfolded = inner(batch, 2), 0
     for place in range(buffers + 4, buffers + 4 + 16 * at("I", buffers), 16) if buffers else ():

@@ -71,7 +71,7 @@ def problems(
             if warn is None and config.plan == "warn":
                 return
             if too_large(config, decided):
-                from titanlike.plan.advice import memory_warning
+                from titanlike.planning.advice import memory_warning
 
                 text = memory_warning(config, decided)
                 if config.plan == "strict":

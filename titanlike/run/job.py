@@ -163,7 +163,7 @@ class JobRunner:
 
             charts_of: report.ChartsOf | None = None
             if config.pp > 1 or config.timeline.enabled:
-                from titanlike.plan.run_charts import run_charts
+                from titanlike.planning.run_charts import run_charts
 
                 charts_of = run_charts
             report.write_reports(run_dir / report.FILE, {run_dir: ""}, charts_of, quick=True)
@@ -185,7 +185,7 @@ class JobRunner:
         if problems:
             raise ConfigError(problems)
         if config.schedule.name == "auto":
-            from titanlike.plan.auto_schedule import ORDER, with_found_order
+            from titanlike.planning.auto_schedule import ORDER, with_found_order
 
             note = f"kept in {run_dir / ORDER}"
             config = with_found_order(config, lambda line: print(f"{line}; {note}", flush=True))

@@ -158,9 +158,16 @@ class Advice:
         given = {key_of(word): word for word in words}
         for word in words:
             override = parse_override(to_hydra(word))
-            if override is None or override.is_sweep_override():
+            if override is None:
                 return ""
             key, value = override.key_or_group, override.value()
+            if override.is_sweep_override():
+                each = [*override.sweep_iterator()] if override.is_discrete_sweep() else []
+                exists = key in self.known or key in self.choices
+                if not exists or not all(self.fitting(f"{key}={one}") for one in each):
+                    return ""
+                given[key] = as_typed([word])
+                continue
             if key in self.choices:
                 if value not in self.choices[key]:
                     return ""

@@ -28,7 +28,7 @@ from titanlike.run.job import print_problems
 from titanlike.run.overrides import check_overrides
 
 if TYPE_CHECKING:
-    from titanlike.plan.timeline_report import TimelineReport
+    from titanlike.planning.timeline_report import TimelineReport
 
 _PLAN = (
     "Says what a run will cost before anything is paid for: memory of each rank, time of a step, "
@@ -86,7 +86,7 @@ def plan(argv: list[str]) -> int:
     try:
         if not searching:
             return _plan(config, flags)
-        from titanlike.plan.search import search, search_data, search_text
+        from titanlike.planning.search import search, search_data, search_text
 
         devices = int(gpus[0]) if gpus else config.world_size
         say = partial(print, file=sys.stderr, flush=True)
@@ -104,11 +104,11 @@ def plan(argv: list[str]) -> int:
 
 
 def _plan(config: Config, flags: argparse.Namespace) -> int:
-    from titanlike.plan.advice import memory_warning
-    from titanlike.plan.auto_schedule import WHY, with_found_order
-    from titanlike.plan.estimate import make_estimate
-    from titanlike.plan.estimate_text import as_data, as_text, chart_of
-    from titanlike.plan.known_hardware import planned_hardware
+    from titanlike.planning.advice import memory_warning
+    from titanlike.planning.auto_schedule import WHY, with_found_order
+    from titanlike.planning.estimate import make_estimate
+    from titanlike.planning.estimate_text import as_data, as_text, chart_of
+    from titanlike.planning.known_hardware import planned_hardware
 
     hardware = planned_hardware(config)
     say = (lambda _: None) if flags.json else print
@@ -121,7 +121,7 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
         ordered = with_found_order(replace(config, run_dir=folder), say)
         estimate = make_estimate(ordered, hardware)
         if flags.exact:
-            from titanlike.plan.counted_memory import with_exact_memory
+            from titanlike.planning.counted_memory import with_exact_memory
 
             estimate = with_exact_memory(estimate)
         warning = (
@@ -158,7 +158,7 @@ def timeline(argv: list[str]) -> int:
     parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
     flags = parser.parse_args(argv)
     from titanlike.core.config.received import Consent, refuse_links
-    from titanlike.plan.timeline_report import as_data, as_text, report_of
+    from titanlike.planning.timeline_report import as_data, as_text, report_of
 
     consent = Consent(line=argv, trusted=flags.trust_code)
     reports: list[tuple[str, TimelineReport]] = []
@@ -183,7 +183,7 @@ def timeline(argv: list[str]) -> int:
 def report(argv: list[str]) -> int:
     """Return the exit code: 0; 2 for a folder that is not a run's."""
     from titanlike.core.config.received import Consent, refuse_links
-    from titanlike.plan.run_charts import run_charts
+    from titanlike.planning.run_charts import run_charts
     from titanlike.watch.report import FILE, write_reports
 
     parser = argument_parser(

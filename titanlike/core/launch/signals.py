@@ -33,6 +33,7 @@ from titanlike.core.config import files
 STACKS = signal.SIGURG  # asks a rank to write its stacks to its log
 MAX_TIME = 1000  # a stop code, not a signal's number
 GRACE = 5.0  # seconds for the main thread to exit by itself after a signal
+_AT_A_STEP = "stopping after the next step with a checkpoint"
 _REPEAT = 1.0  # seconds within which a second signal counts as the same one
 _POLL = 0.5  # seconds between checks whether a stop request is futile
 _AGAIN = 0.2  # seconds until a signal that the main thread has not handled is sent again
@@ -48,7 +49,9 @@ def stop_reason(code: int) -> str:
 class StopRequest:
     """This process' stop request. `folder`: shared by a local job's worker and its driver."""
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, answer: str = _AT_A_STEP) -> None:
+        """answer: printed when a signal is deferred."""
+        self._answer = answer
         self.started = time.time()  # when the job started; restarts do not reset it
         self._clock = self.started - time.monotonic()  # the system's clock may be set meanwhile
         # whether a different rank of the job has failed
@@ -101,7 +104,7 @@ class StopRequest:
                 return False
         self._signum, self._received_at = signum, time.monotonic()
         # not print(): the signal may have interrupted a write to the same buffer
-        text = "stopping after the next step with a checkpoint; a second signal stops immediately"
+        text = f"{self._answer}; a second signal stops immediately"
         with contextlib.suppress(OSError):
             os.write(2, f"\n{signal.Signals(signum).name}: {text}\n".encode())
         return True

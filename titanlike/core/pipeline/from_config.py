@@ -107,7 +107,7 @@ def _in_a_file(schedule: AnySchedule) -> TypeGuard[CsvSchedule | AutoSchedule]:
 
 
 def _until_found(schedule: Any) -> Any:
-    """A placeholder for schedule=auto until `plan/auto_schedule.py` has found its order."""
+    """A placeholder for schedule=auto until `planning/auto_schedule.py` has found its order."""
     if not isinstance(schedule, AutoSchedule):
         return schedule
     if schedule.placement == "v" and schedule.stages_per_rank == 2:

@@ -102,7 +102,7 @@ class Order:
         """Draw the order in a notebook. The drawing code is in a package above this one."""
         from titanlike.watch.chart_picture import inline_svg
 
-        charts = importlib.import_module("titanlike.plan.run_charts")
+        charts = importlib.import_module("titanlike.planning.run_charts")
         return inline_svg(charts.order_chart(self, f"{self.stages} stages"))
 
     def to_csv(self) -> str:

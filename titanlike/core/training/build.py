@@ -37,7 +37,7 @@ from titanlike.core.training.transforms import stage_transforms
 
 if TYPE_CHECKING:
     from titanlike.core.optim.custom_metrics import CustomMetrics
-    from titanlike.plan.costs.unit_costs import UnitCosts
+    from titanlike.planning.costs.unit_costs import UnitCosts
     from titanlike.techniques.compiled_blocks import CompiledBlocks
     from titanlike.watch.stragglers import BusyTime
 
@@ -148,7 +148,7 @@ def build(
 
     # 1. decide
     def times(unit_costs: UnitCosts) -> list[int]:
-        from titanlike.plan.costs.auto_split import measured_times
+        from titanlike.planning.costs.auto_split import measured_times
 
         return measured_times(config, mesh, unit_costs)
 

@@ -20,8 +20,8 @@ from titanlike.core.metrics import units
 from titanlike.core.pipeline.order import Order
 
 if TYPE_CHECKING:  # imported where memory is estimated
-    from titanlike.plan.costs.rank_memory import RankMemory
-    from titanlike.plan.costs.unit_costs import UnitCosts
+    from titanlike.planning.costs.rank_memory import RankMemory
+    from titanlike.planning.costs.unit_costs import UnitCosts
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def choose_by_memory(
     def memory_at(level: int) -> RankMemory:
         if level != zero[0]:
             return memory_at(zero[0]).changed(zero=level)
-        from titanlike.plan.costs.rank_memory import planned_memory
+        from titanlike.planning.costs.rank_memory import planned_memory
 
         costs = None if isinstance(config.split, TraceSplit) else unit_costs()
         return planned_memory(

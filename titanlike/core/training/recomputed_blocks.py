@@ -21,7 +21,7 @@ from titanlike.core.graph.recording import Node
 from titanlike.core.torch_private.operators import operator_names
 
 if TYPE_CHECKING:  # imported where memory is estimated
-    from titanlike.plan.costs.rank_memory import RankMemory
+    from titanlike.planning.costs.rank_memory import RankMemory
 
 _FIX = "activation_checkpoint=none"
 _ALL = "activation_checkpoint=full"

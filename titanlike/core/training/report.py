@@ -23,7 +23,7 @@ from titanlike.core.training.train_plan import TrainPlan
 
 if TYPE_CHECKING:
     from titanlike.core.training.session import Session
-    from titanlike.plan.costs.auto_split import AutoSplitResult, CostedSplit
+    from titanlike.planning.costs.auto_split import AutoSplitResult, CostedSplit
 
 
 def opening(session: Session) -> None:

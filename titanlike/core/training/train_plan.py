@@ -42,9 +42,9 @@ from titanlike.core.training.transforms import model_transforms
 
 if TYPE_CHECKING:  # each is imported where a config asks for it
     from titanlike.core.distributed.collectives import GroupInfo
-    from titanlike.plan.costs.auto_split import AutoSplitResult, MeasureTimes
-    from titanlike.plan.costs.rank_memory import RankMemory
-    from titanlike.plan.costs.unit_costs import UnitCosts
+    from titanlike.planning.costs.auto_split import AutoSplitResult, MeasureTimes
+    from titanlike.planning.costs.rank_memory import RankMemory
+    from titanlike.planning.costs.unit_costs import UnitCosts
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def make_plan(
 
     @functools.cache
     def unit_costs() -> UnitCosts:
-        from titanlike.plan.costs.unit_costs import UnitCosts
+        from titanlike.planning.costs.unit_costs import UnitCosts
 
         return UnitCosts(model_graph, targets, loss, peers)
 
@@ -314,7 +314,7 @@ def _cut_stages(
     model_graph.place, model_graph.relayed = order.stage_to_rank, config.exact
     try:
         if auto and order.stages > 1:
-            from titanlike.plan.costs.auto_split import find_auto_split
+            from titanlike.planning.costs.auto_split import find_auto_split
 
             auto_split = find_auto_split(
                 config, unit_costs(), model_graph.units, order, zero, measure_times

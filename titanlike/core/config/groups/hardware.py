@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from titanlike.core.config.keys import Bytes, key, required
 
 # Peaks and bandwidths are the vendor's, for one device and dense matrices. The achievable share
-# of these is a separate constant, the same for all GPUs: `tests/plan/test_published.py`
+# of these is a separate constant, the same for all GPUs: `tests/planning/test_published.py`
 # compares the result with published runs.
 
 

@@ -31,10 +31,10 @@ from titanlike.core.config.optimizers.muon import Muon
 from titanlike.core.config.optimizers.sgd import Sgd
 from titanlike.core.config.schema import Config
 from titanlike.core.training.train_plan import make_plan
-from titanlike.plan.counted_memory import with_exact_memory
-from titanlike.plan.estimate import make_estimate
-from titanlike.plan.estimate_text import as_data, as_text
-from titanlike.plan.known_hardware import shipped
+from titanlike.planning.counted_memory import with_exact_memory
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.estimate_text import as_data, as_text
+from titanlike.planning.known_hardware import shipped
 from titanlike.run.tools import plan as main
 
 

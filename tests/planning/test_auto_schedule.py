@@ -19,10 +19,10 @@ from titanlike.core.config.parse import bytes_of
 from titanlike.core.config.schema import Config
 from titanlike.core.pipeline.from_config import build_order, microbatch_problem
 from titanlike.core.training.train_plan import make_plan
-from titanlike.plan import auto_schedule
-from titanlike.plan.auto_schedule import find, with_found_order
-from titanlike.plan.costs.simulate import in_flight
-from titanlike.plan.known_hardware import shipped
+from titanlike.planning import auto_schedule
+from titanlike.planning.auto_schedule import find, with_found_order
+from titanlike.planning.costs.simulate import in_flight
+from titanlike.planning.known_hardware import shipped
 from titanlike.run.tools import plan
 
 H100 = {"hardware": shipped("h100_sxm")}

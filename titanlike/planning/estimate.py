@@ -28,10 +28,10 @@ from titanlike.core.graph.partition import partition
 from titanlike.core.pipeline.from_config import declared_microbatches, derive_microbatches
 from titanlike.core.pipeline.order import Order
 from titanlike.core.training.train_plan import TrainPlan, make_plan
-from titanlike.plan.costs.rank_memory import MemoryParts, MemorySample, RankMemory, StageLayout
-from titanlike.plan.costs.simulate import Simulation, simulate
-from titanlike.plan.known_hardware import axes, likely_hardware, link_of
-from titanlike.plan.stage_times import (
+from titanlike.planning.costs.rank_memory import MemoryParts, MemorySample, RankMemory, StageLayout
+from titanlike.planning.costs.simulate import Simulation, simulate
+from titanlike.planning.known_hardware import axes, likely_hardware, link_of
+from titanlike.planning.stage_times import (
     TRAFFIC,
     LayoutTimes,
     Roofline,

@@ -10,8 +10,8 @@ from typing import Any
 
 from titanlike.core.metrics import units
 from titanlike.core.metrics.console import table_lines
-from titanlike.plan.estimate import Estimate
-from titanlike.plan.known_hardware import axes, link_of
+from titanlike.planning.estimate import Estimate
+from titanlike.planning.known_hardware import axes, link_of
 from titanlike.watch.chart import Chart, MemoryCurve, Span
 from titanlike.watch.chart_picture import inline_svg
 

@@ -27,10 +27,10 @@ from titanlike.core.pipeline.schedules import (
     vee,
 )
 from titanlike.core.torch_private.pipeline_runtime import _lower
-from titanlike.plan.auto_schedule import Placement, best_cut
-from titanlike.plan.costs.auto_split import StageCosts, best_split
-from titanlike.plan.costs.simulate import Duration, StageTimes, equal_stages
-from titanlike.plan.order_search import (
+from titanlike.planning.auto_schedule import Placement, best_cut
+from titanlike.planning.costs.auto_split import StageCosts, best_split
+from titanlike.planning.costs.simulate import Duration, StageTimes, equal_stages
+from titanlike.planning.order_search import (
     OrderProblem,
     Rule,
     SearchResult,

@@ -34,8 +34,8 @@ def run_charts(
         except (OSError, ValueError, LookupError, TypeError):
             planned = None
         if planned is not None:
-            from titanlike.plan.estimate_text import chart_of
-            from titanlike.plan.timeline_report import report_of
+            from titanlike.planning.estimate_text import chart_of
+            from titanlike.planning.timeline_report import report_of
 
             try:
                 estimate = report_of(run_dir, planned).estimate
@@ -66,7 +66,7 @@ class _Layout:
 
 def order_chart(order: Order, name: str) -> Chart:
     """Chart an order with equal stages."""
-    from titanlike.plan.costs.simulate import equal_stages, simulate
+    from titanlike.planning.costs.simulate import equal_stages, simulate
 
     simulated, ranks = simulate(order, equal_stages(order)), order.ranks
     title = f"schedule: {name}, {units.microbatches(order.microbatches)}, pp={len(ranks)}; with equal stages "

@@ -31,8 +31,8 @@ from titanlike.core.graph.partition import INFINITE, lightest_parts, partition
 from titanlike.core.graph.units import Unit
 from titanlike.core.optim.optimizer import moment_bytes
 from titanlike.core.pipeline.order import Order
-from titanlike.plan.costs.simulate import in_flight
-from titanlike.plan.costs.unit_costs import CostError, UnitCosts
+from titanlike.planning.costs.simulate import in_flight
+from titanlike.planning.costs.unit_costs import CostError, UnitCosts
 from titanlike.watch.timeline_file import Timeline, read_timeline
 
 MeasureTimes = Callable[[UnitCosts], list[int]]  # nanoseconds per unit

@@ -12,8 +12,8 @@ from support.message_streams import a_pair, makespan, order_of
 from titanlike.core.pipeline.schedules import LOOPED, SCHEDULES
 from titanlike.core.torch_private.pipeline_runtime import _lower
 from titanlike.core.torch_private.pipeline_skips import skip_posts
-from titanlike.plan.costs.simulate import Duration, StageTimes, equal_stages, simulate
-from titanlike.plan.known_hardware import overlapped_seconds
+from titanlike.planning.costs.simulate import Duration, StageTimes, equal_stages, simulate
+from titanlike.planning.known_hardware import overlapped_seconds
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])

@@ -27,8 +27,8 @@ from titanlike.core.config.groups.pipeline import (
 from titanlike.core.config.groups.user_code import Custom
 from titanlike.core.config.schema import Config
 from titanlike.core.training.train_plan import make_plan
-from titanlike.plan.advice import memory_warning
-from titanlike.plan.estimate import make_estimate
+from titanlike.planning.advice import memory_warning
+from titanlike.planning.estimate import make_estimate
 
 SMALL = [f"model.{key}={value}" for key, value in MODEL.items() if value is not None]
 PIPELINE = ["pp=2", "schedule.microbatches=2"]

@@ -30,10 +30,10 @@ from titanlike.core.distributed.transform import Transform
 from titanlike.core.metrics import units
 from titanlike.core.pipeline.from_config import build_order, defers_weight_gradients, stage_count
 from titanlike.core.pipeline.order import Order
-from titanlike.plan.costs.rank_memory import StageLayout
-from titanlike.plan.costs.simulate import Simulation, simulate
-from titanlike.plan.costs.unit_costs import CostError
-from titanlike.plan.estimate import (
+from titanlike.planning.costs.rank_memory import StageLayout
+from titanlike.planning.costs.simulate import Simulation, simulate
+from titanlike.planning.costs.unit_costs import CostError
+from titanlike.planning.estimate import (
     CostTable,
     Estimate,
     agreement,
@@ -41,10 +41,10 @@ from titanlike.plan.estimate import (
     microbatches_of,
     rows_of,
 )
-from titanlike.plan.estimate_text import as_data, mesh_text, table
-from titanlike.plan.known_hardware import planned_hardware
-from titanlike.plan.layouts import SCHEDULES, candidates
-from titanlike.plan.stage_times import LayoutTimes
+from titanlike.planning.estimate_text import as_data, mesh_text, table
+from titanlike.planning.known_hardware import planned_hardware
+from titanlike.planning.layouts import SCHEDULES, candidates
+from titanlike.planning.stage_times import LayoutTimes
 
 _LEAST_TOKENS = 2**13  # tokens of a sequence per context-parallel rank
 _MOST_TOKENS = 2**15  # tokens per microbatch of several sequences: matmuls get no faster with more

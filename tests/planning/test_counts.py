@@ -20,7 +20,7 @@ from titanlike.core.config.schema import Config
 from titanlike.core.data.loader import example_batch
 from titanlike.core.torch_private.fake_ranks import LiveStorages, fake_process_group, fake_tensors
 from titanlike.core.training.step import forward_backward, optimizer_step
-from titanlike.plan.counted_memory import assemble_fake, zeros
+from titanlike.planning.counted_memory import assemble_fake, zeros
 
 NAMES = {
     "_allgather_base_": "gathers",

@@ -18,11 +18,11 @@ from titanlike.core.config.groups.computation import (
     Mxfp8Precision,
     ScaledPrecision,
 )
-from titanlike.plan.costs.node_costs import Operator
-from titanlike.plan.estimate_text import as_text, chart_of
-from titanlike.plan.known_hardware import link_of, shipped
-from titanlike.plan.search import CostCache, ScoredLayout, score
-from titanlike.plan.stage_times import Roofline
+from titanlike.planning.costs.node_costs import Operator
+from titanlike.planning.estimate_text import as_text, chart_of
+from titanlike.planning.known_hardware import link_of, shipped
+from titanlike.planning.search import CostCache, ScoredLayout, score
+from titanlike.planning.stage_times import Roofline
 from titanlike.run import tools
 from titanlike.watch.chart import Chart, Span, write_trace
 from titanlike.watch.chart_picture import draw
@@ -218,10 +218,10 @@ def test_a_search_finds_what_planning_each_layout_finds(
         judged.append(score(*args))
         return judged[-1]
 
-    monkeypatch.setattr("titanlike.plan.search.score", judge)
+    monkeypatch.setattr("titanlike.planning.search.score", judge)
     words = [*TINY, "precision=bf16", "fsdp.zero=1", "activation_checkpoint=none", "seq_len=512"]
     words += ["tp=1", "schedule=1f1b"]
-    monkeypatch.setattr("titanlike.plan.search._PROGRESS", -1.0)
+    monkeypatch.setattr("titanlike.planning.search._PROGRESS", -1.0)
     code, text, said = run(capsys, "search", *words, "gpus=2", "--json", "--top", "2")
     assert code == 0 and "2 layouts estimated, now " in said
     first = json.loads(text)["ranked"][0]

@@ -28,9 +28,9 @@ from titanlike.core.distributed.placement import in_float8
 from titanlike.core.launch.worker import Worker
 from titanlike.core.training.build import build
 from titanlike.core.training.device_batches import to_device
-from titanlike.plan.estimate import make_estimate
-from titanlike.plan.estimate_text import as_data
-from titanlike.plan.known_hardware import link_of, sharded, shipped
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.estimate_text import as_data
+from titanlike.planning.known_hardware import link_of, sharded, shipped
 
 # 4 microbatches of 2 sequences of 128 tokens a rank, in fp32; 4 heads, 2 of keys and values, of 32
 WORDS = "data=synthetic device=cpu hardware=h100_sxm seq_len=128 schedule.microbatches=4"

@@ -32,7 +32,7 @@ from titanlike.core.graph.cut import messages
 from titanlike.core.graph.model_graph import ModelGraph
 from titanlike.core.optim.optimizer import hidden_matrices, update_bytes
 from titanlike.core.pipeline.order import Action, Order
-from titanlike.plan.costs.unit_costs import UnitCosts, UnitMemory, expert_parameters
+from titanlike.planning.costs.unit_costs import UnitCosts, UnitMemory, expert_parameters
 
 _REDUCED = 4  # bytes per gradient element in a reduction: fp32
 

@@ -35,10 +35,10 @@ from support.command_lines import examined, problems_of
 from titanlike.core.config.groups.computation import Float8Precision
 from titanlike.core.config.groups.hardware import Hardware
 from titanlike.core.training.train_plan import TrainPlan, make_plan
-from titanlike.plan.costs.node_costs import Operator
-from titanlike.plan.estimate import Estimate, make_estimate
-from titanlike.plan.known_hardware import planned_hardware
-from titanlike.plan.stage_times import LayoutTimes, Roofline, Seconds, UnitTimes, unit_times
+from titanlike.planning.costs.node_costs import Operator
+from titanlike.planning.estimate import Estimate, make_estimate
+from titanlike.planning.known_hardware import planned_hardware
+from titanlike.planning.stage_times import LayoutTimes, Roofline, Seconds, UnitTimes, unit_times
 
 
 @dataclass(frozen=True)

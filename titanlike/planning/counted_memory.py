@@ -30,7 +30,7 @@ from titanlike.core.torch_private.fake_ranks import (
 from titanlike.core.training.build import Run, build_planned
 from titanlike.core.training.step import drop_gradients, optimizer_step
 from titanlike.core.training.train_plan import make_plan
-from titanlike.plan.estimate import Estimate
+from titanlike.planning.estimate import Estimate
 
 
 def with_exact_memory(estimate: Estimate, ranks: Sequence[int] | None = None) -> Estimate:

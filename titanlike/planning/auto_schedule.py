@@ -32,11 +32,11 @@ from titanlike.core.pipeline.from_config import build_order, microbatch_problem
 from titanlike.core.pipeline.order import Order
 from titanlike.core.pipeline.order_check import check_order
 from titanlike.core.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, one_f_one_b, vee
-from titanlike.plan.costs.auto_split import StageCosts, best_split, moved_units
-from titanlike.plan.costs.unit_costs import CostError
-from titanlike.plan.estimate import CostTable, microbatches_of, rows_of
-from titanlike.plan.known_hardware import likely_hardware, planned_hardware
-from titanlike.plan.order_search import (
+from titanlike.planning.costs.auto_split import StageCosts, best_split, moved_units
+from titanlike.planning.costs.unit_costs import CostError
+from titanlike.planning.estimate import CostTable, microbatches_of, rows_of
+from titanlike.planning.known_hardware import likely_hardware, planned_hardware
+from titanlike.planning.order_search import (
     OrderProblem,
     SearchResult,
     adapted,
@@ -46,7 +46,7 @@ from titanlike.plan.order_search import (
     lower_bound,
     trials_for,
 )
-from titanlike.plan.stage_times import LayoutTimes
+from titanlike.planning.stage_times import LayoutTimes
 
 ORDER, WHY = "order.csv", "order.json"
 # config keys on which the order depends

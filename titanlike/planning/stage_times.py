@@ -30,17 +30,23 @@ from titanlike.core.distributed import collectives
 from titanlike.core.distributed.sharding import StateBytes, compute_dtype
 from titanlike.core.optim.optimizer import hidden_matrices
 from titanlike.core.training.train_plan import TrainPlan
-from titanlike.plan.costs.node_costs import (
+from titanlike.planning.costs.node_costs import (
     ATTENTION,
     NodeCosts,
     Operator,
     Operators,
     attention_share,
 )
-from titanlike.plan.costs.rank_memory import StageLayout
-from titanlike.plan.costs.simulate import Duration, StageTimes
-from titanlike.plan.costs.unit_costs import CostError
-from titanlike.plan.known_hardware import Link, link_of, message_link, overlapped_seconds, sharded
+from titanlike.planning.costs.rank_memory import StageLayout
+from titanlike.planning.costs.simulate import Duration, StageTimes
+from titanlike.planning.costs.unit_costs import CostError
+from titanlike.planning.known_hardware import (
+    Link,
+    link_of,
+    message_link,
+    overlapped_seconds,
+    sharded,
+)
 from titanlike.techniques.activation_checkpoint import keeps
 from titanlike.techniques.mixture.expert_exchange import SEND_TOKENS
 

@@ -25,7 +25,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from titanlike.core.pipeline.order import Action, Order
-from titanlike.plan.costs.simulate import StageTimes, most_held, simulate
+from titanlike.planning.costs.simulate import StageTimes, most_held, simulate
 
 _NEVER = float("inf")
 _EQUAL = 1e-9  # relative tolerance of times and memory

@@ -24,7 +24,7 @@ from titanlike.core.graph.cut import cut, unit_starts
 from titanlike.core.graph.loss import Loss
 from titanlike.core.graph.model_graph import ModelGraph
 from titanlike.core.graph.recording import Node, tree_map
-from titanlike.plan.costs.node_costs import NodeCosts, Times, UnitPeak, count, node_times
+from titanlike.planning.costs.node_costs import NodeCosts, Times, UnitPeak, count, node_times
 
 if TYPE_CHECKING:  # imported where a layout has them
     from titanlike.core.distributed.collectives import GroupInfo

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlike.core.pipeline.schedules import loop, vee
-from titanlike.plan.costs.auto_split import CostedSplit, StageCosts, best_split, cost_of_split
+from titanlike.planning.costs.auto_split import CostedSplit, StageCosts, best_split, cost_of_split
 
 
 def shared(weights: list[list[int]]) -> np.ndarray:

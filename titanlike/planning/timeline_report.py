@@ -25,12 +25,12 @@ from titanlike.core.config.received import Consent, named_outside
 from titanlike.core.config.schema import OPEN_GROUPS, Config
 from titanlike.core.metrics import units
 from titanlike.core.pipeline.order import Order
-from titanlike.plan.costs.auto_split import run_timeline
-from titanlike.plan.costs.simulate import Duration, Simulation, StageTimes, simulate
-from titanlike.plan.costs.unit_costs import CostError
-from titanlike.plan.estimate import Estimate, make_estimate
-from titanlike.plan.estimate_text import table
-from titanlike.plan.known_hardware import likely_hardware
+from titanlike.planning.costs.auto_split import run_timeline
+from titanlike.planning.costs.simulate import Duration, Simulation, StageTimes, simulate
+from titanlike.planning.costs.unit_costs import CostError
+from titanlike.planning.estimate import Estimate, make_estimate
+from titanlike.planning.estimate_text import table
+from titanlike.planning.known_hardware import likely_hardware
 from titanlike.watch import timeline_file
 from titanlike.watch.timeline_file import RankStep, Timeline
 

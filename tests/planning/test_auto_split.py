@@ -36,10 +36,10 @@ from titanlike.core.optim.optimizer import moment_bytes
 from titanlike.core.pipeline.schedules import SCHEDULES, gpipe, one_f_one_b, zbv_zero_bubble
 from titanlike.core.training.build import build
 from titanlike.core.training.train_plan import make_plan
-from titanlike.plan.costs.auto_split import TIMES_FILE, stages_in_flight
-from titanlike.plan.costs.unit_costs import UnitCosts
-from titanlike.plan.known_hardware import shipped
-from titanlike.plan.search import search
+from titanlike.planning.costs.auto_split import TIMES_FILE, stages_in_flight
+from titanlike.planning.costs.unit_costs import UnitCosts
+from titanlike.planning.known_hardware import shipped
+from titanlike.planning.search import search
 
 ROWS, TOKENS, WIDTH, VOCAB = 2, 8, 4, 64
 
