@@ -386,15 +386,15 @@ PLANTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "checksums": (with_piece(4, "00"), "has not all checksums of a piece"),
     "pieces that overlap": (overlapping, f"has pieces of {HEAD} that overlap"),
     "a large index": (lambda index: index.update(x="x" * 2**25), "index.json has more than "),
-    "150,000 pieces": (
+    "10,000 pieces": (
         lambda index: index["pieces"]["rank-00000.safetensors"].extend(
-            index["pieces"]["rank-00000.safetensors"][:1] * 150_000
+            index["pieces"]["rank-00000.safetensors"][:1] * 10_000
         ),
         "that are not its own",
     ),
-    "300,000 files": (
+    "30,000 files": (
         lambda index: index["files"].update(
-            {f"rank-{n:06d}.safetensors": [0, [0, ""]] for n in range(300_000)}
+            {f"rank-{n:06d}.safetensors": [0, [0, ""]] for n in range(30_000)}
         ),
         "is missing",
     ),
