@@ -139,6 +139,6 @@ def _waits(stack: traceback.StackSummary) -> bool:
             continue
         in_torch = "torch/distributed/" in name and not any(part in name for part in _COMPUTING)
         line = frame.line or ""
-        alone = frame.name == "wait_for_rank_0"
-        return in_torch or alone or "store.wait(" in line or "store.get(" in line
+        polls = frame.name == "_poll" and name.endswith("launch/rendezvous.py")
+        return in_torch or polls or "store.wait(" in line or "store.get(" in line
     return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 DATA_TIMEOUT = 24 * 3600.0  # seconds for a rank to tokenize or read while the others wait
 _NAMED = 16  # missing ranks listed in an error
-_PATIENCE = 2.0  # seconds in a barrier until peers' errors are checked, and between two checks
 FIRST_WAIT, LONGEST_WAIT, LONGER = 0.02, 0.5, 1.5  # seconds between polls of the store; factor
 
 
@@ -67,12 +67,14 @@ def barrier(
 
     name: unique in this job. listens: whether this rank receives the messages, else it gets {}.
     failed_come: whether to wait for a rank that has failed, too. Raises BarrierTimeout after
-    `timeout` seconds, with the missing ranks; PeerFailed seconds after a different rank has failed.
+    `timeout` seconds, with the missing ranks. PeerFailed soon after a different rank has failed, if
+    `timeout` is a day: where rank 0 works alone the others poll, elsewhere whoever watches them
+    ends them.
 
     The store is one process for all ranks, so ranks do not query each other one by one: each
     appends to one value, and the last to arrive publishes all messages under the key that the
-    others wait for. That is at most five requests per rank, whatever the number of ranks, and one
-    whenever it checks whether a rank has failed.
+    others wait for. That is at most five requests per rank, whatever the number of ranks, besides
+    polls.
     """
     store, rank = worker.store, worker.rank
     if store is None:
@@ -84,14 +86,7 @@ def barrier(
         messages = {other: text for other, text in _arrived(store, arrived).items() if text}
         store.set(complete, json.dumps([*messages.items()]))
         return messages if listens else {}
-    patience = timeout if failed_come else max(_PATIENCE, worker.world_size / 200)
-    end = time.monotonic() + timeout
-    while not _is_set(store, complete, min(patience, end - time.monotonic())):
-        failed = not failed_come and worker.stop_request.peer_failed()
-        if failed and not store.check([complete]):  # else it has ended since
-            raise PeerFailed
-        if time.monotonic() < end:
-            continue
+    if not _completes(worker, complete, timeout, failed_come):
         missing = sorted({*range(worker.world_size)} - _arrived(store, arrived).keys())
         who = f"rank {in_words(missing)} did not reach"
         if not missing:
@@ -106,12 +101,32 @@ def barrier(
     return dict(json.loads(store.get(complete))) if listens else {}
 
 
-def _is_set(store: Store, key: str, seconds: float) -> bool:
-    """Wait until a key is set, at most so long; raises an error of the store."""
-    try:
-        store.wait([key], timedelta(seconds=max(0.01, seconds)))
-    except RuntimeError:
-        return store.check([key])
+def _completes(worker: Rank, key: str, timeout: float, failed_come: bool) -> bool:
+    """Wait for the last rank; returns whether it has come in time. Raises PeerFailed."""
+    assert worker.store is not None
+    if failed_come or timeout < DATA_TIMEOUT:
+        # one wait, not several short ones: torch warns twice of each that ends by its time
+        with contextlib.suppress(RuntimeError):
+            worker.store.wait([key], timedelta(seconds=timeout))
+            return True
+        return False
+    return _poll(worker, key, timeout)
+
+
+def _poll(worker: Rank, key: str, timeout: float = math.inf) -> bool:
+    """Poll the store until a key is set; returns whether it is in time. Raises PeerFailed once a
+    different rank has failed."""
+    assert worker.store is not None
+    end, wait = time.monotonic() + timeout, FIRST_WAIT
+    while not worker.store.check([key]):
+        # the key: else the rank has ended since
+        if worker.stop_request.peer_failed() and not worker.store.check([key]):
+            raise PeerFailed
+        if time.monotonic() > end:
+            return False
+        time.sleep(wait)
+        # limits all ranks together to about a thousand requests per second
+        wait = min(wait * LONGER, max(LONGEST_WAIT, worker.world_size / 1000))
     return True
 
 
@@ -129,15 +144,9 @@ def _arrived(store: Store, key: str) -> dict[int, str]:
 def wait_for_rank_0(store: Store, worker: Rank, name: str) -> None:
     """Wait until rank 0 reaches a named point, however long that takes (the watchdog ends a run
     whose rank 0 hangs). Raises PeerFailed if a different rank has failed."""
-    wait = FIRST_WAIT
     if worker.rank == 0:
         store.set(name, "")
-    while not store.check([name]):
-        if worker.stop_request.peer_failed():
-            raise PeerFailed
-        time.sleep(wait)
-        # limits all ranks together to about a thousand requests per second
-        wait = min(wait * LONGER, max(LONGEST_WAIT, worker.world_size / 1000))
+    _poll(worker, name)
 
 
 def in_words(ranks: list[int]) -> str:
