@@ -39,6 +39,7 @@ class SweepRun:
     inner: str = ""  # a tool's folder inside a job's folder, or ""
     check: bool = False  # --check
     jobs: dict[int, list[str]] = field(default_factory=dict)  # number -> overrides
+    own: set[int] = field(default_factory=set)  # those of this command; earlier ones had others
     notes: list[str] = field(default_factory=list)  # printed lines about user code
     begun: bool = False  # whether its folder has a sweep, from this or an earlier launch
     refused: int = 0  # number of jobs whose configs have errors
@@ -96,10 +97,10 @@ class SweepRun:
         A job keeps its number and folder when the sweep is run again, also with further values.
         """
         identity = _identity(job_overrides(overrides))
-        if identity not in self._numbers:
-            self._numbers[identity] = max(self.jobs, default=-1) + 1
-        self.add(self._numbers[identity], overrides)
-        return self._numbers[identity]
+        number = self._numbers.setdefault(identity, max(self.jobs, default=-1) + 1)
+        self.add(number, overrides)
+        self.own.add(number)
+        return number
 
     @cached_property
     def _numbers(self) -> dict[tuple[str, ...], int]:
@@ -149,9 +150,11 @@ class SweepRun:
         if not (rows := self.rows()):
             return code  # no job was planned
         best = None if self.inner else best_job(rows, self.value)  # of a tool's value unknown
-        for line in ["", *sweep_lines(rows, self.value, best, self._start(), self._again())]:
+        mine = [row for row in rows if row.number in self.own or not self.grid]
+        left = {row.status for row in mine if not row.done}
+        again = self._again() if left else []
+        for line in ["", *sweep_lines(rows, self.value, best, self._start(), again)]:
             self.say(line)
-        left = {row.status for row in rows if not row.done}
         if code or not left - {"running"}:  # a job that runs elsewhere is no failure
             return code
         return 75 if left <= {"stopped", "interrupted", "running"} else 1

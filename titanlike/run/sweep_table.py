@@ -125,9 +125,9 @@ def sweep_lines(
 ) -> list[str]:
     """Format the table, errors, the best job and the unfinished ones.
 
-    start: the words before a job's own overrides. again: those that run this sweep again. Both are
-    this command's own: of sweep.jsonl, which others may have written, only overrides are printed,
-    each quoted. Commands are not cut, so that they can be copied.
+    start: the words before a job's own overrides. again: those that run this sweep again, if it has
+    jobs left. Both are this command's own: of sweep.jsonl, which others may have written, only
+    overrides are printed, each quoted. Commands are not cut, so that they can be copied.
     """
     width = shutil.get_terminal_size((LOG_WIDTH, 0)).columns
     lines = table_lines("", *_columns(rows, value), width)
@@ -149,7 +149,7 @@ def sweep_lines(
     named = ", ".join(f"{_numbers(jobs)} ({status})" for status, jobs in left.items())
     done = f"{sum(row.done for row in rows)} of {len(rows)} done"
     lines += ["", f"{done}; left: {named}" if left else done]
-    if left.keys() - {"running"}:
+    if again and left.keys() - {"running"}:
         invalid = _numbers(left.get("invalid", []))
         purpose = f" (jobs {invalid} are invalid as they are)" if invalid else ""
         lines += [f"to run what is left{purpose}:", f"  {shlex.join(again)}"]

@@ -55,7 +55,7 @@ class AsyncScalars:
         all_ = torch.cat([*(value.view(-1) for value in numbers.values()), on_host])
         work = None
         if mesh.world_size > 1:
-            work = dist.all_reduce(all_, op=dist.ReduceOp.MAX, async_op=True)
+            work = dist.all_reduce(all_, op=dist.ReduceOp.MAX, group=mesh.everyone, async_op=True)
         if self._stream is None:
             return PendingScalars(sizes, all_, work, None)
         pinned = torch.empty(all_.shape, dtype=all_.dtype, pin_memory=True)

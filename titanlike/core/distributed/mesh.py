@@ -53,6 +53,8 @@ class Mesh:
     # that is > 1; None without expert parallelism
     expert_axes: DeviceMesh | None = None
     expert_group: dist.ProcessGroup | None = None  # the ranks that have all experts together
+    # all ranks, with the config's timeout, where a program made the default group; None = that
+    everyone: dist.ProcessGroup | None = None
 
     @property
     def world_size(self) -> int:
@@ -96,7 +98,7 @@ class Mesh:
         """Sum over all ranks, or along one axis, in place."""
         if self.world_size == 1:
             return values
-        group = self.axes.get_group(axis) if axis else None
+        group = self.axes.get_group(axis) if axis else self.everyone
         if group is None or group.size() > 1:
             dist.all_reduce(values, group=group)
         return values
@@ -107,7 +109,7 @@ class Mesh:
 
     def max(self, values: Tensor) -> Tensor:
         """Largest over all ranks, in place."""
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.everyone)
         return values
 
 
@@ -132,9 +134,10 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
         reason = f"{accelerator.name(device)}, {reason}"
     count_anew(device)
     store = worker.store if worker.store is not None else dist.HashStore()
-    local_ranks = worker.local_world_size
+    local_ranks, is_callers = worker.local_world_size, dist.is_initialized()
     join_group(config.launch, device, worker.rank, worker.world_size, local_ranks, store)
-    return lay_mesh(config, device, backend, reason, pipeline_backend(collectives))
+    messages = pipeline_backend(collectives)
+    return lay_mesh(config, device, backend, reason, messages, is_callers)
 
 
 def join_group(
@@ -203,15 +206,23 @@ def _shared_environment(rank: int, one_machine: bool) -> dict[str, str]:
 
 
 def lay_mesh(
-    config: Config, device: torch.device, backend: str, reason: str, messages: str | None = None
+    config: Config,
+    device: torch.device,
+    backend: str,
+    reason: str,
+    messages: str | None = None,
+    is_callers: bool = False,
 ) -> Mesh:
     """Make the mesh over the initialized process group. Collective.
 
     messages: the backend for P2P between stages, where it differs from the default group's.
+    is_callers: a program has made that group, with a timeout of its own.
     """
+    all_ranks, seconds = [*range(dist.get_world_size())], config.launch.timeout
+    everyone = new_group(all_ranks, seconds) if is_callers and len(all_ranks) > 1 else None
     sizes = {"pp": config.pp, "replicate": config.replicate, "shard": config.shards}
     sizes |= {axis: size for axis in LAYER_AXES if (size := getattr(config, axis)) > 1}
-    axes = _axes(sizes, device.type, config.launch.timeout, messages)
+    axes = _axes(sizes, device.type, seconds, messages, everyone or dist.group.WORLD)
     pp_rank, replica, shard, *_ = _coordinate(axes)
     in_replica, cp_rank = divmod(shard, config.cp)
     dp_rank = replica * (config.dp // config.replicate) + in_replica
@@ -228,17 +239,20 @@ def lay_mesh(
         dp_rank=dp_rank,
         cp_rank=cp_rank,
         layer_part=dist.get_rank() % config.layer_ranks,
+        everyone=everyone,
     )
     return mesh if config.ep == 1 else _with_experts(mesh, config)
 
 
-def _axes(sizes: dict[str, int], device: str, seconds: float, messages: str | None) -> DeviceMesh:
+def _axes(
+    sizes: dict[str, int], device: str, seconds: float, messages: str | None, everyone: Any
+) -> DeviceMesh:
     """Make the axes of the mesh, and of their groups only this rank's, with a timeout; those of one
     rank are one. torch's `init_device_mesh` makes all groups of an axis on each rank, which for
     16,384 ranks are as many of one rank each, with a timeout of its own. Collective."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     place = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    groups: dict[tuple[int, ...], Any] = {tuple(ranks.flatten().tolist()): dist.group.WORLD}
+    groups: dict[tuple[int, ...], Any] = {tuple(ranks.flatten().tolist()): everyone}
     every = []
     for dim, name in enumerate(sizes):
         members = ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist()
