@@ -39,7 +39,7 @@ class SweepRun:
     inner: str = ""  # a tool's folder inside a job's folder, or ""
     check: bool = False  # --check
     jobs: dict[int, list[str]] = field(default_factory=dict)  # number -> overrides
-    own: set[int] = field(default_factory=set)  # those of this command; earlier ones had others
+    own: frozenset[int] | None = None  # of a grid: this command's; earlier ones had others
     notes: list[str] = field(default_factory=list)  # printed lines about user code
     begun: bool = False  # whether its folder has a sweep, from this or an earlier launch
     refused: int = 0  # number of jobs whose configs have errors
@@ -99,7 +99,6 @@ class SweepRun:
         identity = _identity(job_overrides(overrides))
         number = self._numbers.setdefault(identity, max(self.jobs, default=-1) + 1)
         self.add(number, overrides)
-        self.own.add(number)
         return number
 
     @cached_property
@@ -124,6 +123,7 @@ class SweepRun:
     def jobs_to_run(self, combinations: list[list[str]]) -> list[int]:
         """Add all jobs of a grid; return the numbers of those that this command runs."""
         numbers = dict.fromkeys(map(self.number_of, combinations))
+        self.own = frozenset(numbers)
         own = [row for row in self.rows() if row.number in numbers]
         done = [row.number for row in own if row.done]
         running = [row.number for row in own if row.status == "running"]
@@ -150,8 +150,8 @@ class SweepRun:
         if not (rows := self.rows()):
             return code  # no job was planned
         best = None if self.inner else best_job(rows, self.value)  # of a tool's value unknown
-        mine = [row for row in rows if row.number in self.own or not self.grid]
-        left = {row.status for row in mine if not row.done}
+        own = [row for row in rows if self.own is None or row.number in self.own]
+        left = {row.status for row in own if not row.done}
         again = self._again() if left else []
         for line in ["", *sweep_lines(rows, self.value, best, self._start(), again)]:
             self.say(line)

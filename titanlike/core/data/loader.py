@@ -174,14 +174,18 @@ def _send_instead(queue: queues.Queue[Any], error: Exception, item: Any) -> None
 # --- the fields of a batch, known before any is loaded --------------------------------------------
 
 
+def opened(config: Config, data: Data | None) -> Data | None:
+    """Return `data`, or a user's own, opened now; None for other kinds, whose shapes are known."""
+    return open_data(config) if data is None and isinstance(config.data, Custom) else data
+
+
 def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.Tensor]:
     """Return a batch of one sequence on the meta device, with the dtypes that the model receives.
 
     Variable lengths have the maximal length. data: if already open; otherwise a user's function is
     called. Raises DataError for an invalid sample.
     """
-    if data is None and isinstance(config.data, Custom):
-        data = open_data(config)
+    data = opened(config, data)
     if data is not None and data.example is not None:
         batch = {name: value.to("meta") for name, value in data.example.items()}
     elif isinstance(config.data, Custom):

@@ -35,7 +35,14 @@ from titanlike.core.graph.recording import (
     tensors,
     tree_flatten,
 )
-from titanlike.core.graph.units import call_key, depends_on, is_divided, is_new, run_on_cpu
+from titanlike.core.graph.units import (
+    MODELS,
+    call_key,
+    depends_on,
+    is_divided,
+    is_new,
+    run_on_cpu,
+)
 from titanlike.core.torch_private.autograd import intercept_checkpoints, intercept_custom_functions
 from titanlike.core.torch_private.deferred_dynamo import force_eager
 
@@ -52,8 +59,7 @@ _DEVICE_PROPERTIES: dict[str, Any] = {  # tensor property -> its value, from the
     **{f"is_{kind}": lambda device, kind=kind: device.type == kind for kind in KINDS},
 }
 _MODELS = tuple(
-    str(Path(titanlike.__file__).parent / room)
-    for room in ("core/models", "techniques/mixture", "hf")
+    str(Path(titanlike.__file__).parents[1].joinpath(*package.split("."))) for package in MODELS
 )
 _TENSOR_PROPERTIES = ("T", "H", "mT", "mH", "data", "real", "imag")  # properties that give a tensor
 

@@ -58,7 +58,8 @@ def _expand(module: nn.Module, path: str, points: tuple[str, ...]) -> Iterator[U
 
 # --- equal units -------------------------------------------------------------------------------
 
-_OWN = ("titanlike.core.models.", "titanlike.techniques.mixture.", "titanlike.hf.")
+# packages of the models that titanlike has
+MODELS = ("titanlike.core.models.", "titanlike.techniques.mixture.", "titanlike.hf.")
 _TORCHS = "torch.nn.modules."
 # attributes that do not distinguish modules: how tp divides one is in its style, too
 _AROUND = ("forward", "tp_gathers", "tp_divided")
@@ -72,13 +73,13 @@ def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
     takes half the time. Only built-in blocks made of torch's modules qualify: their only state is
     parameters, while a custom block may count its calls or cache a tensor.
     """
-    if not type(module).__module__.startswith(_OWN):
+    if not type(module).__module__.startswith(MODELS):
         return None
     parts: list[Hashable] = [torch.is_grad_enabled()]
     for path, part in module.named_modules():
         styled = is_divided(part)  # its style is among its attributes, so equal ones are equal
         hooks = (part._forward_hooks or part._forward_pre_hooks) and not styled
-        if not type(part).__module__.startswith((*_OWN, _TORCHS)) or (path and hooks):
+        if not type(part).__module__.startswith((*MODELS, _TORCHS)) or (path and hooks):
             return None
         settings = [
             item for item in vars(part).items() if item[0][0] != "_" and item[0] not in _AROUND

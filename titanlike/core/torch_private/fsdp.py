@@ -67,7 +67,7 @@ def gather_other(
     send: returns what this rank sends, each with the rows of its shard; receive: makes the weight
     that modules compute with from what was gathered of each, which it keeps. torch calls these hooks on tensor
     subclasses; a plain shard may have them, too (its `lazy_init`: "allow monkey patch"). Test:
-    test_float8.py::test_a_weight_is_cast_once_a_step
+    test_float8_casts.py::test_a_weight_is_cast_once_a_step
     """
     shard: Any = parameter._local_tensor  # type: ignore[attr-defined]
 

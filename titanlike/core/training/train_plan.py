@@ -20,8 +20,8 @@ from titanlike.core.config.groups.hardware import Hardware
 from titanlike.core.config.groups.user_code import Custom, CustomOptimizer
 from titanlike.core.config.schema import Config
 from titanlike.core.config.validate import broken_rules
-from titanlike.core.data.loader import example_batch, field_problems
-from titanlike.core.data.registry import open_data, vocab_size
+from titanlike.core.data.loader import example_batch, field_problems, opened
+from titanlike.core.data.registry import vocab_size
 from titanlike.core.data.sources import Batch, Data
 from titanlike.core.device.choose import first_device, ranks_of
 from titanlike.core.device.memory import total_memory
@@ -139,10 +139,10 @@ def make_plan(
     zero, why_zero = _choose_zero(config, order.splits_backward)
     whole_numel = sum(parameter.numel() for parameter in model.parameters())
     flops_per_token = _flops_per_token(config, model, data)
-    opened = open_data(config) if data is None and isinstance(config.data, Custom) else data
-    batch = example_batch(config, opened)
-    if opened is not None:
-        check_first_ids(opened, vocabulary_of(model, resolved), config)
+    own = opened(config, data)
+    batch = example_batch(config, own)
+    if own is not None:
+        check_first_ids(own, vocabulary_of(model, resolved), config)
     unit = _unit(config, data, batch)
     if problems := field_problems(config, model, fields_of(batch)):
         raise ConfigError(problems)

@@ -1,0 +1,198 @@
+"""Weights in float8 are cast once a step, whatever gathers and recomputes them; a layer that tp divides
+rounds as the full one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from support.cells import cells, slow
+from support.families import moe
+from support.models import tiny
+from support.world import run_world
+from titanlike.core.config.groups.computation import (
+    ActivationCheckpoint,
+    Float8Precision,
+    Fsdp,
+)
+from titanlike.core.config.groups.jobs import Validation
+from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.schema import Config
+from titanlike.core.distributed.collectives import GroupInfo
+from titanlike.core.distributed.mesh import open_mesh
+from titanlike.core.distributed.placement import DIVIDED
+from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.core.training.loop import train
+from titanlike.techniques.low_precision import float8
+
+FLOAT8 = Float8Precision(min_features=16)
+
+FULL = ActivationCheckpoint("full")
+ONCE = {"zero 3, recomputed": tiny(dp=2, fsdp=Fsdp(3), activation_checkpoint=FULL, layers=2)}
+ONCE_TOO = {
+    "one process": tiny(layers=2),
+    "zero 2": tiny(dp=2, fsdp=Fsdp(2), layers=2),
+    "replicas": tiny(dp=2, replicate=2, layers=2),
+    "hsdp, tp": tiny(dp=4, replicate=2, tp=2, layers=2),
+    "zbv": tiny(pp=2, dp=2, schedule="zbvzerobubble", layers=4),
+}
+LAYERS = 7  # of a block
+
+
+@pytest.mark.parametrize("config", cells(ONCE, ONCE_TOO))
+def test_a_weight_is_cast_once_a_step(config: Config, tmp_path: Path) -> None:
+    """However many microbatches go forward and backward."""
+    seen = run_world(counting_casts, config_of_casts(config), tmp_path, True)
+    assert seen == [2 * 2 * LAYERS] * config.world_size  # 2 steps, and 2 blocks on each rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("config", cells({}, ONCE | ONCE_TOO))
+def test_casting_weights_once_gives_the_losses_of_casting_in_each_matmul(
+    config: Config, recipe: str, tmp_path: Path
+) -> None:
+    config = config_of_casts(config, recipe)
+    counts = [
+        run_world(counting_casts, config, tmp_path / name, name == "once")
+        for name in ("once", "each")
+    ]
+    whole = config.dp == config.replicate
+    assert (counts[0][0] < counts[1][0] / 3) == (whole or recipe == "tensorwise")
+    once, each = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("once", "each"))
+    for one, other in zip(once, each, strict=True):
+        assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
+
+
+EXPERTS_ONCE = {"zero 3, recomputed": {"dp": 2, "fsdp": Fsdp(3), "activation_checkpoint": FULL}}
+EXPERTS_ONCE_TOO: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "ep of all ranks, zero 2": {"dp": 2, "ep": 2, "fsdp": Fsdp(2)},
+    "zero 2": {"dp": 2, "fsdp": Fsdp(2)},
+    "ep, zero 3": {"dp": 4, "ep": 2, "fsdp": Fsdp(3)},
+    "ep, zbv": {"dp": 4, "ep": 2, "pp": 2, "schedule": "zbvzerobubble"},
+}
+
+
+def experts_config(layout: dict[str, Any]) -> Config:
+    model = moe(num_hidden_layers=2 * layout.get("pp", 1))
+    return config_of_casts(tiny(model=model, batch_size=16, **layout))
+
+
+@pytest.mark.parametrize("layout", cells(EXPERTS_ONCE, EXPERTS_ONCE_TOO))
+def test_matrices_of_experts_are_cast_once_a_step(layout: dict[str, Any], tmp_path: Path) -> None:
+    """For products of both directions."""
+    config = experts_config(layout)
+    seen = run_world(counting_casts, config, tmp_path, True, "experts")
+    assert seen == [2 * 2 * 3 * 2] * config.world_size  # 2 steps, 2 blocks on each rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", cells({}, EXPERTS_ONCE | EXPERTS_ONCE_TOO))
+def test_casting_experts_once_gives_the_losses_of_casting_in_each_matmul(
+    layout: dict[str, Any], tmp_path: Path
+) -> None:
+    for name in ("once", "each"):
+        config = experts_config(layout), tmp_path / name
+        run_world(counting_casts, *config, name == "once", "experts")
+    losses = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("once", "each")]
+    for one, other in zip(*losses, strict=True):
+        assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
+
+
+def config_of_casts(config: Config, recipe: str = "tensorwise") -> Config:
+    if config.pp == 1:
+        config = replace(config, schedule=Schedule("1f1b", 4))
+    # no weight has a multiple of 24 rows, as tokens have
+    changes = {"steps": 2, "seq_len": 24, "validation": Validation(every=0)}
+    return replace(config, precision=replace(FLOAT8, recipe=recipe), **changes)
+
+
+def counting_casts(config: Config, worker: Worker, once: bool, of: str = "linear") -> int:
+    """Casts of weights, or of this rank's parts of them, in a run; of: linear layers or experts."""
+    from titanlike.techniques.low_precision import float8_experts, float8_linear
+
+    counted, module = 0, {"linear": float8_linear, "experts": float8_experts}[of]
+    right = module.to_fp8_saturated
+
+    def counting(x: Tensor, kind: torch.dtype) -> Tensor:
+        nonlocal counted
+        is_weight = x.shape[0] % 24 != 0 if of == "linear" else x.dim() == 3
+        counted += is_weight and not x.is_meta
+        return right(x, kind)
+
+    module.to_fp8_saturated = counting
+    if not once:
+        float8.Float8.on_weights = lambda self, stage: None
+    train(config, worker)
+    return counted
+
+
+# --- divided layers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", *slow("rowwise", "rowwise_with_gw_hp")])
+def test_a_tp_sharded_layer_rounds_like_the_full_layer(recipe: str, tmp_path: Path) -> None:
+    """Results and gradients are parts of those of the whole layer, or parts of their sums; the
+    largest elements are on one rank."""
+    config = tiny(tp=2, precision=replace(FLOAT8, recipe=recipe))
+    differences = run_world(divided_layers, config, tmp_path)
+    assert max(map(max, differences)) < 1e-6, differences
+
+
+def divided_layers(config: Config, worker: Worker) -> list[float]:
+    """Relative differences of both ways to divide a layer, and of tokens that cp divides."""
+    torch.manual_seed(0)
+    weight, x, gradient = torch.randn(32, 48), torch.randn(16, 48), torch.randn(16, 32)
+    weight[:16, :24] *= 4
+    x[:, :24] *= 4
+    gradient[:, 16:] *= 4
+    mesh = open_mesh(config, worker)
+    ranks = GroupInfo(2, mesh.layer_part, mesh.axes.get_group("tp"))
+
+    def mine(tensor: Tensor, at: int) -> Tensor:
+        return tensor.chunk(2, at)[ranks.rank].contiguous()
+
+    recipe = config.precision.recipe
+    out, of_x, of_weight = multiplied(recipe, weight, x, gradient)
+    outputs = multiplied(recipe, mine(weight, 0), x, mine(gradient, 1), (ranks, None))
+    inputs = multiplied(recipe, mine(weight, 1), mine(x, 1), gradient, (None, ranks))
+    tokens = multiplied(recipe, weight, mine(x, 0), mine(gradient, 0), tokens=ranks)
+    dist.all_reduce(outputs[1])
+    dist.all_reduce(inputs[0])
+    dist.all_reduce(tokens[2])
+    pairs = [*zip(outputs, (mine(out, 1), of_x, mine(of_weight, 0)), strict=True)]
+    pairs += zip(inputs, (out, mine(of_x, 1), mine(of_weight, 1)), strict=True)
+    pairs += zip(tokens, (mine(out, 0), mine(of_x, 0), of_weight), strict=True)
+    return [float((got - right).norm() / right.norm()) for got, right in pairs]
+
+
+def multiplied(
+    recipe: str,
+    weight: Tensor,
+    x: Tensor,
+    gradient: Tensor,
+    divided: Any = (None, None),
+    tokens: GroupInfo | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(results, gradient of x, of the weight) of a layer in float8."""
+    from torchao.float8 import Float8LinearConfig
+
+    from titanlike.techniques.low_precision.float8_linear import convert
+
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    convert(layer, replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True))
+    layer.weight = nn.Parameter(weight)
+    vars(layer)[DIVIDED] = divided
+    layer.tokens = tokens
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    out.backward(gradient)
+    return out.detach(), x.grad, layer.weight.grad
