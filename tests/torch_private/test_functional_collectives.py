@@ -24,8 +24,8 @@ from titanlike.core.distributed.mesh import open_mesh
 from titanlike.core.launch.worker import Worker
 from titanlike.core.torch_private.dtensor import traced_collective
 from titanlike.core.torch_private.process_groups import fill_later, filled
-from titanlike.core.training import transforms
 from titanlike.core.training.train_plan import make_plan
+from titanlike.core.training.transforms import compiled_blocks
 
 
 def patterns(config: Config, worker: Worker) -> tuple[int, int]:
@@ -96,7 +96,7 @@ def test_a_run_does_not_inherit_the_overlap_of_the_one_before(
     for overlaps in (True, False):
         own = replace(config, tp_async=overlaps)
         made: dict[str, Any] = {"tp": SimpleNamespace(ranks=SimpleNamespace(group=Mock()))}
-        transforms._compiled(transforms._Built(own, Mock(), make_plan(config), made))
+        compiled_blocks(own, make_plan(config), made)
         assert inductor._micro_pipeline_tp == overlaps
 
 

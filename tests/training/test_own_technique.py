@@ -17,9 +17,12 @@ from titanlike.core.config.groups.computation import ActivationCheckpoint, Fsdp,
 from titanlike.core.config.groups.pipeline import Schedule
 from titanlike.core.config.schema import Config
 from titanlike.core.data.registry import open_data
-from titanlike.core.distributed.transform import Transform
+from titanlike.core.distributed.mesh import Mesh
+from titanlike.core.distributed.transform import Plan, Transform
 from titanlike.core.launch.worker import Worker
-from titanlike.core.training import transforms
+from titanlike.core.training import build
+from titanlike.core.training.transforms import stage_transforms
+from titanlike.proof import reference
 from titanlike.proof.exact import first_difference
 from titanlike.proof.verification import compare_with_one_process
 
@@ -77,10 +80,14 @@ class WholeStepDrop(LayerDrop):
 
 
 def add(kind: type[LayerDrop]) -> None:
-    def make(b: Any) -> Transform:
-        return kind([unit.name for unit in b.plan.model_graph.units if unit.block])
+    """As a case at the end of `stage_transforms`, of which the build and the reference know."""
 
-    transforms._STAGES.append(("layerdrop", lambda b: True, make))
+    def with_layerdrop(config: Config, mesh: Mesh, plan: Plan) -> dict[str, Transform]:
+        blocks = [unit.name for unit in plan.model_graph.units if unit.block]
+        return {**stage_transforms(config, mesh, plan), "layerdrop": kind(blocks)}
+
+    for user in (build, reference):
+        vars(user)["stage_transforms"] = with_layerdrop
 
 
 def compared(config: Config, worker: Worker, kind: type[LayerDrop]) -> tuple[bool, int]:

@@ -1,8 +1,8 @@
 """The interface of everything that changes a model or a stage.
 
 A technique (tensor parallelism, recomputation, compiled blocks, expert load balancing, ...) is one
-`Transform` per rank. `core/training/transforms.py` lists them in the order in which they are applied
-and imports those that a config asks for; building, the pipeline and the step call their methods.
+`Transform` per rank. `core/training/transforms.py` makes those that a config asks for, in the order in
+which they are applied; building, the pipeline and the step call their methods.
 """
 
 from __future__ import annotations
