@@ -27,7 +27,7 @@ from titanlike.core.device.choose import first_device, ranks_of
 from titanlike.core.device.memory import total_memory
 from titanlike.core.distributed.mesh import Mesh
 from titanlike.core.distributed.placement import Placement
-from titanlike.core.distributed.transform import Recomputed, Transform
+from titanlike.core.distributed.transform import Transform
 from titanlike.core.graph.cut import StageGraph
 from titanlike.core.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.core.graph.recording import RecordError
@@ -36,26 +36,23 @@ from titanlike.core.optim.loss import build_loss
 from titanlike.core.pipeline.order import Action, Order
 from titanlike.core.training import checks
 from titanlike.core.training.known_ids import check_first_ids, vocabulary_of
-from titanlike.core.training.memory_choices import choose_by_memory
+from titanlike.core.training.memory_choices import MemoryChoices, choose_by_memory
 from titanlike.core.training.recorded_model import record_model
 from titanlike.core.training.transforms import model_transforms
 
 if TYPE_CHECKING:  # each is imported where a config asks for it
     from titanlike.core.distributed.collectives import GroupInfo
     from titanlike.planning.costs.auto_split import AutoSplitResult, MeasureTimes
-    from titanlike.planning.costs.rank_memory import RankMemory
     from titanlike.planning.costs.unit_costs import UnitCosts
 
 
-@dataclass(frozen=True)
-class TrainPlan:
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan(MemoryChoices):
     """The decisions that are made before anything is allocated."""
 
     model: Custom  # with all arguments, defaults included
     order: Order
     why_microbatches: str
-    zero: int
-    why_zero: str
     model_graph: ModelGraph  # the model, its units, and the graph of each stage
     stage_modules: list[tuple[list[str], list[str]]]  # see `ModelGraph.stage_modules`
     # by stage: parameter (a tied one under its first name) -> number of elements, on the
@@ -65,11 +62,6 @@ class TrainPlan:
     unused: list[str]  # parameters that the forward does not use: they stay as they are
     flops_per_token: float | None
     unit: str  # what a batch has so many of: "tokens", or "samples" of data without
-    recomputed: Recomputed
-    deferred: frozenset[int]  # stages whose weight gradients are computed in W, not in I
-    why_together: str  # why other stages do not defer theirs; "" if the config says so
-    # by pipeline rank, for any choice of recomputed blocks; computed at its first use
-    memory: Callable[[], RankMemory]
     variable: bool  # whether batches differ in length
     transforms: Mapping[str, Transform]  # applied to the model before it was recorded
     orders: Mapping[int, Order]  # with `ramp`: rows of a batch on a dp rank -> schedule
@@ -188,11 +180,10 @@ def make_plan(
         name for graph in graphs for name in model_graph.parameters_of(graph.units, graph.weights)
     }
     return TrainPlan(
+        **vars(chosen),
         model=resolved,
         order=order,
         why_microbatches=why_microbatches,
-        zero=chosen.zero,
-        why_zero=chosen.why_zero,
         model_graph=model_graph,
         stage_modules=stage_modules,
         stage_parameters=parameters,
@@ -200,10 +191,6 @@ def make_plan(
         unused=[name for name, _ in model.named_parameters() if name not in used],
         flops_per_token=flops_per_token,
         unit=unit,
-        recomputed=chosen.recomputed,
-        deferred=chosen.deferred,
-        why_together=chosen.why_together,
-        memory=chosen.memory,
         variable=variable,
         transforms=transforms,
         orders=_orders_of_ramp(config, model),
