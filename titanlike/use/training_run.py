@@ -36,9 +36,8 @@ from titanlike.core.metrics.run_files import Events
 from titanlike.core.optim.loss import logits_of, takes_divided_logits
 from titanlike.core.training import build as building
 from titanlike.core.training.anomalies import AnomalyDetector, BadNumbers
-from titanlike.core.training.checks import may_mix_samples
+from titanlike.core.training.checks import may_mix_samples, vocabulary_of
 from titanlike.core.training.device_batches import to_device
-from titanlike.core.training.known_ids import vocabulary_of
 from titanlike.core.training.layout import layout
 from titanlike.core.training.session import keep_first_day
 from titanlike.core.training.step import measured_step

@@ -15,13 +15,16 @@ from titanlike.core.config.groups.user_code import Custom
 from titanlike.core.config.optimizers.muon import Muon
 from titanlike.core.config.schema import Config
 from titanlike.core.config.validate import Rule, broken_rules
+from titanlike.core.data.checked import CheckedSource
+from titanlike.core.data.kinds import DataError
 from titanlike.core.data.registry import vocab_size
+from titanlike.core.data.sources import IGNORE, Batch, Data
 from titanlike.core.distributed.placement import has_statistics
 from titanlike.core.distributed.sharding import wrapped_in_fsdp
 from titanlike.core.graph.cut import StageGraph, message_problem, same_messages
 from titanlike.core.graph.model_graph import ModelGraph
 from titanlike.core.graph.units import find_units
-from titanlike.core.models.registry import LENGTHS
+from titanlike.core.models.registry import LENGTHS, MODELS, complete_arguments
 from titanlike.core.torch_private.known_code import has_gradient_hooks
 from titanlike.core.torch_private.operators import BatchNorm, InstanceNorm
 
@@ -45,8 +48,15 @@ def model_problems(model: nn.Module, config: Config) -> list[Problem]:
     def wrong(key: str, value: Any, reason: str, fix: str) -> None:
         problems.append(Problem(key, value, reason, fix))
 
-    if hasattr(model, "initial"):
-        problems += _initial_problems(config, model)
+    initial: Any = getattr(model, "initial", None)
+    for name in (n for n, _ in model.named_parameters()) if initial is not None else ():
+        answer = initial(name)
+        pair = isinstance(answer, tuple) and len(answer) == 2
+        if not pair or not all(isinstance(number, (int, float)) for number in answer):
+            fix = "return (mean, standard deviation) of a normal distribution"
+            reason = f"its initial({name!r}) returned {answer!r}"
+            wrong("model.name", config.model.name, reason, fix)
+            break
     scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
     if scalars and (config.dp * config.cp > 1 or config.fsdp.cpu_offload):
         reason = f"its parameter {scalars[0]} has no dimension, so FSDP cannot shard it"
@@ -87,19 +97,6 @@ def _unregistered_tensor(model: nn.Module) -> str | None:
             if isinstance(value, Tensor) and id(value) not in registered:
                 return f"{name}.{attribute}".lstrip(".")
     return None
-
-
-def _initial_problems(config: Config, model: nn.Module) -> list[Problem]:
-    """Yield the first problem with what `model.initial(name)` returns."""
-    initial: Any = model.initial
-    for name, _ in model.named_parameters():
-        answer = initial(name)
-        pair = isinstance(answer, tuple) and len(answer) == 2
-        if not pair or not all(isinstance(number, (int, float)) for number in answer):
-            reason = f"its initial({name!r}) returned {answer!r}"
-            fix = "return (mean, standard deviation) of a normal distribution"
-            return [Problem("model.name", config.model.name, reason, fix)]
-    return []
 
 
 # --- norms, splits, schedules ---------------------------------------------------------------------
@@ -268,3 +265,53 @@ def stage_problems(
             return problems
     units = [graph.units for graph in graphs]
     return shared_norm_problems(config, model_graph.model, units)
+
+
+# --- ids of a user's own samples: of the first ones before a launch, then of every batch, on the CPU -
+
+
+def vocabulary_of(model: nn.Module, section: Custom) -> int | None:
+    """Return the model's vocabulary size; None if it does not declare one, or a user's own model has
+    no embedding of this size."""
+    known = complete_arguments(section).get("vocab_size")
+    known = getattr(getattr(model, "config", None), "vocab_size", known)
+    sizes = {
+        module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    return known if section.name in MODELS or known in sizes else None
+
+
+def check_first_ids(data: Data, known: int | None, config: Config) -> None:
+    """Raise DataError if a sample that was read as the data were opened has a token id that a model
+    of `known` ids does not have."""
+    train: Any = data.train
+    train = getattr(getattr(train, "open_reader", None), "checks", train)  # a stream's
+    sources = {"training": train, "validation": data.validation}
+    for part, source in sources.items():
+        for bad, name, i in source.first_ids if isinstance(source, CheckedSource) else ():
+            _check_id(bad, name, f"{part} sample {i}", known, config)
+
+
+def with_known_ids(batch: Batch, known: int | None, config: Config) -> Batch:
+    """Return the batch. Raises DataError for a token id that a model of `known` ids does not have;
+    torch would stop in a kernel."""
+    for name in ("inputs", "targets"):
+        ids = batch[name]
+        if known is None or ids.is_floating_point() or not ids.is_cpu or ids.dim() != 2:
+            continue
+        learned = ids.masked_fill(ids == IGNORE, 0) if name == "targets" else ids
+        for bad in (int(end) for end in learned.aminmax()):
+            if not 0 <= bad < known:
+                row = int((ids == bad).nonzero()[0, 0])
+                _check_id(bad, name, f"sample {row} of a batch", known, config)
+    return batch
+
+
+def _check_id(bad: int, name: str, sample: str, known: int | None, config: Config) -> None:
+    # the targets of a user's own model may be anything
+    if known is None or 0 <= bad < known or (name != "inputs" and config.model.name not in MODELS):
+        return
+    reason = f"{sample} has the id {bad} in {name!r}, and the model has {known}"
+    fix = f"return ids from 0 to {known - 1}"
+    fix += f", or a Data with vocab_size={bad + 1} or more" if bad >= known else ""
+    raise DataError("data.name", config.data.name, reason, fix)

@@ -32,7 +32,7 @@ def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[B
     used = None if run.plan.variable else run.pipeline.used_fields()
     stream = (_needed(batch, used) for batch in stream)
     if isinstance(config.data, Custom):
-        from titanlike.core.training.known_ids import vocabulary_of, with_known_ids
+        from titanlike.core.training.checks import vocabulary_of, with_known_ids
 
         vocab_size = vocabulary_of(run.plan.model_graph.model, run.plan.model)
         stream = (with_known_ids(batch, vocab_size, config) for batch in stream)

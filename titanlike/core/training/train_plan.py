@@ -35,7 +35,6 @@ from titanlike.core.models.registry import build_model, resolve_model
 from titanlike.core.optim.loss import build_loss
 from titanlike.core.pipeline.order import Action, Order
 from titanlike.core.training import checks
-from titanlike.core.training.known_ids import check_first_ids, vocabulary_of
 from titanlike.core.training.memory_choices import MemoryChoices, choose_by_memory
 from titanlike.core.training.recorded_model import record_model
 from titanlike.core.training.transforms import model_transforms
@@ -134,7 +133,7 @@ def make_plan(
     own = opened(config, data)
     batch = example_batch(config, own)
     if own is not None:
-        check_first_ids(own, vocabulary_of(model, resolved), config)
+        checks.check_first_ids(own, checks.vocabulary_of(model, resolved), config)
     unit = _unit(config, data, batch)
     if problems := field_problems(config, model, fields_of(batch)):
         raise ConfigError(problems)
