@@ -340,7 +340,12 @@ def _single_process(
             masks[name] = masks.get(name, True) & reliable(
                 gradient, rounding or config.precision.name
             )
-        _take_step(model.parameters(), optimizers, config, now)
+        if config.optimizer.clip is not None:
+            clip_grad_norm_(model.parameters(), config.optimizer.clip)
+        set_lr(optimizers, config, now)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         recorded = learning_rate(config, now)
         rates.append(rates_of(optimizers, model.named_parameters(), recorded))
         before = copy_of(model.named_buffers())
@@ -407,18 +412,3 @@ def parts_of(batch: Mapping[str, Tensor], number: int) -> Iterator[dict[str, Ten
     """Split a batch into equal parts: its microbatches."""
     parts = {name: value.chunk(number) for name, value in batch.items()}
     return ({name: chunks[i] for name, chunks in parts.items()} for i in range(number))
-
-
-def _take_step(
-    parameters: Iterable[Tensor],
-    optimizers: list[torch.optim.Optimizer],
-    config: Config,
-    step: int,
-) -> None:
-    """Clip gradients by their norm, update, and clear gradients."""
-    if config.optimizer.clip is not None:
-        clip_grad_norm_(parameters, config.optimizer.clip)
-    set_lr(optimizers, config, step)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()

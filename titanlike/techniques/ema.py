@@ -26,12 +26,10 @@ KEY = "ema"
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     """Make an optimizer update the EMA of its parameters after each step."""
 
-    def step_and_average(step: Callable[[], object]) -> None:
-        step()
-        average()
-
     @torch.no_grad()
-    def average() -> None:
+    def step_and_average(step: Callable[[], object]) -> None:
+        with torch.enable_grad():
+            step()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         lists: Iterable[tuple[list[Any], Tensor | None]]
         if isinstance(optimizer, SkippingOptimizer):

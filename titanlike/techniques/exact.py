@@ -321,8 +321,11 @@ class _Sum:
         """(leaf, its gradients) of a microbatch."""
         gradients, self._apart = dict[tuple[int, int], Tensor | None](self._apart), {}
         gradients = {(0, i): gradient for i, gradient in enumerate(self._taken())} | gradients
+        in_fp32 = {
+            at: gradient.float() for at, gradient in gradients.items() if gradient is not None
+        }
         return [
-            (leaf, [_in_fp32(gradients.get((number, i))) for i in range(len(self._at))])
+            (leaf, [in_fp32.get((number, i)) for i in range(len(self._at))])
             for number, leaf in enumerate(self._grains.mine(microbatch))
         ]
 
@@ -459,10 +462,6 @@ class _ShardedSum(_Sum):
         else:
             (total,) = nodes.values()
         self._group.give(total[:size], grains.shards, self._at)
-
-
-def _in_fp32(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.float()
 
 
 def _add_each(left: Gradients, right: Gradients) -> Gradients:

@@ -70,7 +70,11 @@ class Muon(SkippingOptimizer):
 
     def _apply(self, parameter: nn.Parameter, update: Tensor, group: dict[str, Any]) -> None:
         weights, skip = local(parameter), self.skip_of(parameter)
-        rate = group["lr"] * lr_ratio(self._config.adjust_lr, *self._shapes[parameter])
+        rows, columns = self._shapes[parameter]
+        ratio = 0.2 * math.sqrt(max(rows, columns))  # the RMS of the update is then about AdamW's
+        if self._config.adjust_lr == "original":
+            ratio = math.sqrt(max(1.0, rows / columns))
+        rate = group["lr"] * ratio
         updated = weights * (1 - group["lr"] * group["weight_decay"])
         updated.add_(update.to(weights.device), alpha=-rate)
         select(skip, weights, updated)
@@ -138,13 +142,6 @@ class Muon(SkippingOptimizer):
         from_rank = [iter(tensors) for tensors in returned]
         owners = {i: rank for rank, indices in enumerate(owned) for i in indices}
         return [next(from_rank[owners[i]]) for i in range(len(matrices))]
-
-
-def lr_ratio(adjust_lr: str, rows: int, columns: int) -> float:
-    """The factor of a matrix's learning rate."""
-    if adjust_lr == "original":
-        return math.sqrt(max(1.0, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))  # the RMS of the update is then about AdamW's
 
 
 # --- matrices that several ranks share ----------------------------------------------------------

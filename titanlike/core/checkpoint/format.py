@@ -194,7 +194,9 @@ class Index:
         found = {name: list[Piece]() for name in (self.tensors if names is None else names)}
         files = set[str]()
         for line in self.text.splitlines():
-            for file, entries in _json_line(line).items():
+            for file, entries in parse_object(
+                b"{" + line.strip().removesuffix(b",") + b"}"
+            ).items():
                 if file in files:
                     raise ValueError(f"has the pieces of {file:.80} twice")
                 files.add(file)
@@ -277,10 +279,6 @@ def parse_index(text: bytes) -> Index:
     if here != sum(tensor.bytes for tensor in named.values()):
         raise ValueError("has tensors of another size than its files")
     return Index(_sum(content.get("state.json")), named, sizes, rest.removesuffix(b"}\n}\n"))
-
-
-def _json_line(line: bytes) -> dict[str, Any]:
-    return parse_object(b"{" + line.strip().removesuffix(b",") + b"}")
 
 
 def _tensor(name: str, entry: Any) -> SavedTensor:

@@ -127,14 +127,10 @@ def reading(folder: Storage, file: str) -> Iterator[None]:
 # --- completing, deleting, marking ---------------------------------------------------------------
 
 
-def dump_state(state: dict[str, Any]) -> bytes:
-    return json.dumps(state, indent=1).encode() + b"\n"
-
-
 def commit(folder: Storage, files: list[WrittenFile], state: dict[str, Any]) -> int:
     """Complete a checkpoint whose tensor files are durable: state, index, then the marker; return
     its size in bytes. Raises OSError if a file is not there."""
-    text = dump_state(state)
+    text = json.dumps(state, indent=1).encode() + b"\n"
     index = dump_index(files, (len(text), checksum(text)))
     folder.write(STATE, text)
     folder.write(INDEX, index)
@@ -268,19 +264,15 @@ def damaged_files(folder: Storage, marker: str = MARKER) -> Iterator[DamagedChec
     yield from wrong.values()
     for name in index.files.keys() - wrong.keys() if len(wrong) < _MOST_WRONG else ():
         try:
-            _check_file(folder, name, index, pieces[name])
+            with reading(folder, name), folder.reader(name) as read_into:
+                length, expected = index.files[name][1]
+                if _hash(xxhash.xxh3_128(), read_into, 0, length) != expected:
+                    raise ValueError(UNEQUAL)
+                for piece in sorted(pieces[name], key=lambda piece: piece.begin):
+                    for part in piece.parts():
+                        read_part(read_into, part)
         except DamagedCheckpoint as damage:
             yield damage
-
-
-def _check_file(folder: Storage, name: str, index: Index, pieces: list[Piece]) -> None:
-    with reading(folder, name), folder.reader(name) as read_into:
-        length, expected = index.files[name][1]
-        if _hash(xxhash.xxh3_128(), read_into, 0, length) != expected:
-            raise ValueError(UNEQUAL)
-        for piece in sorted(pieces, key=lambda piece: piece.begin):
-            for part in piece.parts():
-                read_part(read_into, part)
 
 
 def read_part(read_into: ReadInto, part: Piece, buffer: memoryview | None = None) -> None:

@@ -15,7 +15,6 @@ import json
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from math import prod
 from typing import Any
 
 import torch
@@ -132,10 +131,14 @@ class HostMemory:
         if end > self._size:
             self.close()
             self._map(end)
-        return {
-            key: _tensor_at(self._mapping, tensor.dtype, tensor.shape, begin)
-            for (key, tensor), begin in zip(tensors.items(), begins, strict=True)
-        }
+        copies = {}
+        for (key, tensor), offset in zip(tensors.items(), begins, strict=True):
+            copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if count := tensor.numel():  # each has a storage object of its own
+                place: dict[str, Any] = {"count": count, "offset": offset}
+                flat = torch.frombuffer(self._mapping, dtype=tensor.dtype, **place)
+                copies[key] = flat.view(tensor.shape)
+        return copies
 
     def _join(self) -> None:
         if self._reserving.ident is not None:
@@ -152,16 +155,6 @@ class HostMemory:
 def _aligned(tensor: Tensor) -> int:
     """Bytes in which a tensor begins and ends aligned."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _tensor_at(
-    mapping: mmap.mmap | None, dtype: torch.dtype, shape: tuple[int, ...], begin: int
-) -> Tensor:
-    """Return a tensor in a mapping, with its own storage object."""
-    if not prod(shape):
-        return torch.empty(shape, dtype=dtype)
-    place: dict[str, Any] = {"count": prod(shape), "offset": begin}
-    return torch.frombuffer(mapping, dtype=dtype, **place).view(shape)
 
 
 # --- the files ------------------------------------------------------------------------------------

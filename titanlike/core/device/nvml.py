@@ -55,12 +55,7 @@ def nearest_cores(index: int) -> set[int]:
 def driver_version() -> str:
     """The driver's version, e.g. "580.65.06"; "" = unknown."""
 
-    def ask(library: ctypes.CDLL) -> str:
-        text = ctypes.create_string_buffer(_VERSION)
-        _call(library.nvmlSystemGetDriverVersion, text, _VERSION)
-        return text.value.decode()
-
-    return _asked(ask, "")
+    return _asked(lambda library: _text(_VERSION, library.nvmlSystemGetDriverVersion), "")
 
 
 def _asked(ask: Callable[[ctypes.CDLL], _T], unknown: _T) -> _T:
@@ -96,17 +91,13 @@ def _visible(library: ctypes.CDLL) -> list[ctypes.c_void_p]:
             get = library.nvmlDeviceGetHandleByUUID
             matches = [_filled(ctypes.c_void_p(), get, entry.encode())]
         else:
-            matches = [h for h in handles if entry and _uuid(library, h).startswith(entry)]
+            uuids = [_text(_UUID, library.nvmlDeviceGetUUID, handle) for handle in handles]
+            pairs = zip(handles, uuids, strict=True)
+            matches = [handle for handle, uuid in pairs if entry and uuid.startswith(entry)]
         if len(matches) != 1:
             break
         visible += matches
     return visible
-
-
-def _uuid(library: ctypes.CDLL, handle: ctypes.c_void_p) -> str:
-    text = ctypes.create_string_buffer(_UUID)
-    _call(library.nvmlDeviceGetUUID, handle, text, _UUID)
-    return text.value.decode()
 
 
 def _describe(library: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
@@ -114,9 +105,15 @@ def _describe(library: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
     major, minor = ctypes.c_int(), ctypes.c_int()
     capability = ctypes.byref(major), ctypes.byref(minor)
     _call(library.nvmlDeviceGetCudaComputeCapability, handle, *capability)
-    name = ctypes.create_string_buffer(_NAME)
-    _call(library.nvmlDeviceGetName, handle, name, _NAME)
-    return Gpu(name.value.decode(), memory.total, memory.free, (major.value, minor.value))
+    name = _text(_NAME, library.nvmlDeviceGetName, handle)
+    return Gpu(name, memory.total, memory.free, (major.value, minor.value))
+
+
+def _text(size: int, function: Callable[..., int], *arguments: object) -> str:
+    """A text of at most `size` bytes that an NVML function writes."""
+    text = ctypes.create_string_buffer(size)
+    _call(function, *arguments, text, size)
+    return text.value.decode()
 
 
 def _filled(value: Any, function: Callable[..., int], *arguments: object) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -67,22 +68,15 @@ class AsyncScalars:
         return PendingScalars(sizes, pinned, None, self._stream.record_event(), kept=all_)
 
 
+@dataclass
 class PendingScalars:
     """Scalars whose copy to the host is in flight."""
 
-    def __init__(
-        self,
-        sizes: Mapping[str, int],
-        numbers: Tensor,
-        work: Any,
-        arrived: Any,
-        kept: Tensor | None = None,
-    ) -> None:
-        """sizes: name -> length of a list, 0 for a scalar; work: gloo's handle of the all-reduce;
-        arrived: on a GPU the event after the copy; kept: the source of the copy, which must stay
-        alive until then."""
-        self._sizes, self._numbers = sizes, numbers
-        self._work, self._arrived, self._kept = work, arrived, kept
+    sizes: Mapping[str, int]  # name -> length of a list, 0 for a scalar
+    numbers: Tensor
+    work: Any  # gloo's handle of the all-reduce
+    arrived: Any  # on a GPU the event after the copy
+    kept: Tensor | None = None  # the source of the copy, which must stay alive until then
 
     def read(self, timeout: float | None = None) -> dict[str, Any] | None:
         """Wait for the values, and return the numbers and lists by name.
@@ -90,26 +84,26 @@ class PendingScalars:
         timeout: seconds after which to return None; without it the process group's timeout
         applies.
         """
-        if self._work is not None:
+        if self.work is not None:
             if timeout is None:
-                self._work.wait()
+                self.work.wait()
             else:
                 try:
-                    self._work.wait(timedelta(seconds=timeout))
+                    self.work.wait(timedelta(seconds=timeout))
                 except RuntimeError:
                     return None
-        elif self._arrived is not None:
+        elif self.arrived is not None:
             end = None if timeout is None else time.monotonic() + timeout
-            while end is not None and not self._arrived.query():
+            while end is not None and not self.arrived.query():
                 if time.monotonic() > end:
                     return None
                 time.sleep(0.01)
-            self._arrived.synchronize()
-        self._work = self._arrived = self._kept = None
-        left = iter(self._numbers.tolist())
+            self.arrived.synchronize()
+        self.work = self.arrived = self.kept = None
+        left = iter(self.numbers.tolist())
         return {
             name: [next(left) for _ in range(size)] if size else next(left)
-            for name, size in self._sizes.items()
+            for name, size in self.sizes.items()
         }
 
 

@@ -163,37 +163,33 @@ def _shape_alone(
 # may have 4,096. In a binary tree a rank opens one per level.
 
 
-def gather_objects(
-    value: Any, group: dist.ProcessGroup | None, among: range | None = None
-) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Gather the values of all ranks to the group's first rank; other ranks get nothing useful.
-    Collective. group: None = this process alone. among: only these of the group's ranks."""
-    first, rank, size = _place(group, among)
+    Collective. group: None = this process alone."""
+    rank, size = _place(group)
     values, step = [value], 1
     while step < size and rank % (2 * step) == 0:
         if rank + step < size:
             received: list[Any] = [None]
-            dist.recv_object_list(received, group=group, group_src=first + rank + step)
+            dist.recv_object_list(received, group=group, group_src=rank + step)
             values += received[0]
         step *= 2
     if rank:
-        dist.send_object_list([values], group=group, group_dst=first + rank - step)
+        dist.send_object_list([values], group=group, group_dst=rank - step)
     return values
 
 
-def scatter_objects(
-    values: list[Any], group: dist.ProcessGroup | None, among: range | None = None
-) -> Any:
+def scatter_objects(values: list[Any], group: dist.ProcessGroup | None) -> Any:
     """Scatter the first rank's values, one for each rank; the reverse of `gather_objects`."""
-    first, rank, size = _place(group, among)
+    rank, size = _place(group)
     step = rank & -rank or 1 << (size - 1).bit_length()
     if rank:
         received: list[Any] = [None]
-        dist.recv_object_list(received, group=group, group_src=first + rank - step)
+        dist.recv_object_list(received, group=group, group_src=rank - step)
         (values,) = received
     while step := step // 2:
         if rank + step < size:
-            dist.send_object_list([values[step:]], group=group, group_dst=first + rank + step)
+            dist.send_object_list([values[step:]], group=group, group_dst=rank + step)
             values = values[:step]
     return values[0]
 
@@ -216,9 +212,6 @@ def distinct_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-def _place(group: dist.ProcessGroup | None, among: range | None) -> tuple[int, int, int]:
-    """Return (first rank, this rank's index among them, their number)."""
-    if group is None:
-        return 0, 0, 1
-    among = among or range(dist.get_world_size(group))
-    return among.start, dist.get_rank(group) - among.start, len(among)
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return (this rank in the group, the number of its ranks)."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

@@ -173,9 +173,13 @@ class RecordingBuilder:
             if not any(isinstance(inner, Tensor) for inner in tree_flatten(leaf)[0]):
                 continue
             part = node
-            for depth, key in enumerate(path, 1):
-                value = leaf if depth == len(path) and isinstance(leaf, Tensor) else None
-                part = self.add(Node("function", *_getter(part, key), value=value))
+            keys: list[Any] = [*path]
+            for depth, key in enumerate(keys, 1):
+                value = leaf if depth == len(keys) and isinstance(leaf, Tensor) else None
+                is_field = isinstance(key, GetAttrKey)
+                get: Any = getattr if is_field else operator.getitem
+                of = key.name if is_field else key.key if isinstance(key, MappingKey) else key.idx
+                part = self.add(Node("function", get, (part, of), value=value))
             for name, content in _fields(leaf).items() if _is_plain_dataclass(leaf) else ():
                 value = content if isinstance(content, Tensor) else None
                 inner = self.add(Node("function", getattr, (part, name), value=value))
@@ -289,13 +293,6 @@ class RecordingBuilder:
                     f"{node.target} = {node.target}.clone() before",
                 )
         return Recording(self.nodes, output, self._flow.last_uses, traced)
-
-
-def _getter(node: Node, key: Any) -> tuple[Any, tuple[Node, Any]]:
-    """The call that gets an element of a result."""
-    if isinstance(key, GetAttrKey):
-        return getattr, (node, key.name)
-    return operator.getitem, (node, key.key if isinstance(key, MappingKey) else key.idx)
 
 
 # --- gradient flow between calls ----------------------------------------------------------------

@@ -117,7 +117,8 @@ class _Converter:
             (args, kwargs), lambda leaf: self._values[leaf] if isinstance(leaf, Node) else leaf
         )
         result = target(*values, **named)
-        args, kwargs = _mapped((args, kwargs), _with_device_placeholder)
+        on_meta = lambda leaf: isinstance(leaf, torch.device) and leaf.type == "meta"  # noqa: E731
+        args, kwargs = _mapped((args, kwargs), lambda leaf: DEVICE if on_meta(leaf) else leaf)
         node = Node("function", target, args, kwargs, grad_enabled=torch.is_grad_enabled())
         if operation:  # dropout has the tag in evaluation as well
             dropout = "dropout" in target.__name__
@@ -134,7 +135,3 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: _mapped(part, change) for key, part in value.items()}
     return change(value)
-
-
-def _with_device_placeholder(value: Any) -> Any:
-    return DEVICE if isinstance(value, torch.device) and value.type == "meta" else value

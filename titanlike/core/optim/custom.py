@@ -154,28 +154,26 @@ def _check_parts(config: Config, choice: CustomOptimizer, in_layers: str) -> Non
 
     It is tried on two full tensors, and on the shards that two ranks would have.
     """
+    fast = "optimizer=adamw or numerics=fast"
     if choice.exact_on_shards or getattr(import_object(choice.name), "exact_on_shards", False):
         if config.exact:
             reason = "not with numerics=exact: it asks other ranks for what it needs"
-            raise wrong("optimizer", choice, reason, "optimizer=adamw or numerics=fast")
+            raise wrong("optimizer", choice, reason, fast)
         return
     everything, upper, lower = slice(0, 6), slice(0, 3), slice(3, 6)
     left, right = (everything, slice(0, 2)), (everything, slice(2, 4))
     by_rows, by_tensors = [(upper, upper), (lower, lower)], [(everything, None), (None, everything)]
-    exact = "optimizer=adamw or numerics=fast"
-    in_parts: list[tuple[str, Ranks, str]] = []
-    if config.shards > 1:
-        fix = f"replicate={config.dp}{' cp=1' * (config.cp > 1)}"
-        in_parts.append(("the shards of two ranks", by_rows, fix))
-    if config.pp > 1:
-        in_parts.append(("two stages", by_tensors, "pp=1"))
-    if config.exact:  # all layouts must give equal results, also those not in use here
-        in_parts = [("the shards of two ranks", by_rows, exact), ("two stages", by_tensors, exact)]
-    if in_layers:
-        cuts = (by_rows, [(left, upper), (right, lower)])
-        where = f"the parts of two {in_layers.partition('=')[0]} ranks"
-        in_parts += [(where, cut, in_layers) for cut in cuts]
-    if not in_parts:
+    replicas = fast if config.exact else f"replicate={config.dp}{' cp=1' * (config.cp > 1)}"
+    stages = fast if config.exact else "pp=1"
+    layers = f"the parts of two {in_layers.partition('=')[0]} ranks"
+    # with numerics=exact all layouts must give equal results, also those not in use here
+    trials: list[tuple[object, str, Ranks, str]] = [
+        (config.shards > 1 or config.exact, "the shards of two ranks", by_rows, replicas),
+        (config.pp > 1 or config.exact, "two stages", by_tensors, stages),
+        (in_layers, layers, by_rows, in_layers),
+        (in_layers, layers, [(left, upper), (right, lower)], in_layers),
+    ]
+    if not any(needed for needed, *_ in trials):
         return
     choice = replace(choice, lr=0.01)  # with a tiny learning rate no weight changes
     unsharded = _tried(
@@ -184,7 +182,7 @@ def _check_parts(config: Config, choice: CustomOptimizer, in_layers: str) -> Non
     updates = unsharded.diff(dim=0)
     # the last bit of weights may differ: vectorized functions round differently
     allowed = (1e-3 * updates.abs().amax(1)).clamp(min=1e-6 * unsharded.abs().max())
-    for where, ranks, fix in in_parts:
+    for _, where, ranks, fix in (trial for trial in trials if trial[0]):
         parts = _tried("optimizer", choice, _trained, choice, ranks, config.exact)
         equal = (parts.diff(dim=0) - updates).abs().amax(1) <= allowed
         if not equal[updates.isfinite().all(1)].all():

@@ -72,7 +72,9 @@ def _by_kind(
     for name, parameter in ordered:
         update = parameter_update(name, name in matrices, choice, name in hidden)
         kind_groups = groups.setdefault(update.name, [])
-        options = group_options(update)
+        options = {key: getattr(update, key) for key in update.group_keys}
+        options = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+        options |= {"initial_lr": update.lr, "weight_decay": update.weight_decay}  # lr: the peak
         alike = (g for g in kind_groups if all(g[key] == value for key, value in options.items()))
         if (matching := next(alike, None)) is None:
             kind_groups.append(matching := {"params": [], **options})
@@ -108,13 +110,6 @@ def parameter_update(name: str, matrix: bool, choice: Optimizer, hidden: bool) -
     given = {key: getattr(override, key) for key in ("lr", "weight_decay", *update.group_keys)}
     given = {key: value for key, value in given.items() if value is not None}
     return replace(update, **{"weight_decay": update.weight_decay if matrix else 0.0, **given})
-
-
-def group_options(update: Optimizer) -> dict[str, Any]:
-    """The options of a torch parameter group; `initial_lr` is the peak."""
-    values = {key: getattr(update, key) for key in update.group_keys}
-    tuples = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
-    return {"initial_lr": update.lr, "weight_decay": update.weight_decay, **tuples}
 
 
 def matrices_of(model: nn.Module) -> set[str]:

@@ -296,8 +296,16 @@ def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) 
     count = next((d for d in reversed(divisors) if d <= target and runs(d)), None)
     if count is None or count < pp:
         count = next((d for d in divisors if d > target and runs(d)), count)
+    if count is None and isinstance(schedule, Custom):
+        answer = microbatch_problem(schedule, pp, max(1, batch))
+        text = f"no division of {batch} suits schedule.name={schedule.name}: {answer}"
+        raise NoDivision(text, None)
     if count is None:
-        raise _no_division(schedule, pp, batch)
+        text = f"no division that works ({microbatch_problem(schedule, pp, batch)})"
+        raise NoDivision(
+            f"a dp rank's batch of {batch} has {text}",
+            next(filter(runs, _nearest_first(batch, pp))),
+        )
     if pp == 1:
         fewest = f"the fewest that {schedule.name} runs"
         return count, "no pipeline to fill" if count == 1 else fewest
@@ -310,13 +318,3 @@ def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) 
     if count == batch:
         reason += ", one sequence each"
     return count, reason
-
-
-def _no_division(schedule: AnySchedule, pp: int, batch: int) -> NoDivision:
-    if isinstance(schedule, Custom):
-        answer = microbatch_problem(schedule, pp, max(1, batch))
-        text = f"no division of {batch} suits schedule.name={schedule.name}: {answer}"
-        return NoDivision(text, None)
-    problem = microbatch_problem(schedule, pp, batch)
-    near = next(m for m in _nearest_first(batch, pp) if not microbatch_problem(schedule, pp, m))
-    return NoDivision(f"a dp rank's batch of {batch} has no division that works ({problem})", near)

@@ -17,7 +17,7 @@ import importlib
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -133,16 +133,19 @@ class Order:
         """
         ranks: list[tuple[Action, ...]] = []
         reader = csv.reader(io.StringIO(text))
-        rows = iter(lambda: _next_row(reader), None)
-        for cells in rows:
-            acts: list[Action] = []
-            for column, cell in enumerate(cells, start=1):
-                try:
-                    acts += [Action.parse(cell)] if cell.strip() else []
-                except ValueError as error:
-                    raise ValueError(f"row {reader.line_num}, column {column}: {error}") from None
-            if cells:
-                ranks.append(tuple(acts))
+        try:
+            for cells in reader:
+                acts: list[Action] = []
+                for column, cell in enumerate(cells, start=1):
+                    try:
+                        acts += [Action.parse(cell)] if cell.strip() else []
+                    except ValueError as error:
+                        where = f"row {reader.line_num}, column {column}"
+                        raise ValueError(f"{where}: {error}") from None
+                if cells:
+                    ranks.append(tuple(acts))
+        except csv.Error as error:
+            raise ValueError(str(error)) from None
         votes = Counter((act.stage, rank) for rank, acts in enumerate(ranks) for act in acts)
         if not votes:
             raise ValueError("no action in it: expected a row a pipeline rank, cells such as 0F0")
@@ -155,10 +158,3 @@ class Order:
             raise ValueError(f"{reason}: number the stages from 0 without a gap")
         microbatches = 1 + max(act.mb for acts in ranks for act in acts)
         return cls(tuple(ranks), tuple(place[s] for s in range(last + 1)), microbatches)
-
-
-def _next_row(reader: Iterator[list[str]]) -> list[str] | None:
-    try:
-        return next(reader, None)
-    except csv.Error as error:
-        raise ValueError(str(error)) from None

@@ -84,8 +84,16 @@ def one_ahead(stream: Iterator[_T]) -> Iterator[_T]:
     """
     requests: SimpleQueue[bool] = SimpleQueue()
     made: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-    arguments = (stream, requests, made)
-    thread = threading.Thread(target=_make_items, args=arguments, daemon=True, name=DATA_THREAD)
+
+    def make_items() -> None:
+        """Run the thread: for each request put an item, or the exception raised in its place."""
+        while requests.get():
+            try:
+                made.put((next(stream), None))
+            except BaseException as error:  # SystemExit of a user's code included
+                made.put((None, error))
+
+    thread = threading.Thread(target=make_items, daemon=True, name=DATA_THREAD)
     thread.start()
     requests.put(True)
     try:
@@ -101,16 +109,3 @@ def one_ahead(stream: Iterator[_T]) -> Iterator[_T]:
     finally:
         requests.put(False)
         thread.join(_JOIN_TIMEOUT)
-
-
-def _make_items(
-    stream: Iterator[Any],
-    requests: SimpleQueue[bool],
-    made: SimpleQueue[tuple[Any, BaseException | None]],
-) -> None:
-    """Run the thread: for each request put an item, or the exception raised in its place."""
-    while requests.get():
-        try:
-            made.put((next(stream), None))
-        except BaseException as error:  # SystemExit of a user's code included
-            made.put((None, error))

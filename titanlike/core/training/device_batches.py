@@ -30,7 +30,13 @@ def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[B
     """
     # batches of another length may use other fields
     used = None if run.plan.variable else run.pipeline.used_fields()
-    stream = (_needed(batch, used) for batch in stream)
+    stream = (
+        {
+            n: x if used is None or n in used else torch.empty_like(x, device="meta")
+            for n, x in b.items()
+        }
+        for b in stream
+    )
     if isinstance(config.data, Custom):
         from titanlike.core.training.checks import vocabulary_of, with_known_ids
 
@@ -44,13 +50,6 @@ def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[B
     in_thread = not isinstance(config.data, Custom) or loader_workers(config.data) > 0
     move = partial(to_device, mesh=run.mesh, config=config)
     return copied_ahead(stream, run.mesh.device, move, streams, in_thread)
-
-
-def _needed(batch: Batch, used: set[str] | None) -> Batch:
-    return {
-        name: value if used is None or name in used else torch.empty_like(value, device="meta")
-        for name, value in batch.items()
-    }
 
 
 def to_device(batch: Batch, mesh: Mesh, config: Config) -> Batch:

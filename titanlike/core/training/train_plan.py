@@ -59,7 +59,7 @@ class TrainPlan(MemoryChoices):
     stage_parameters: list[dict[str, int]]
     whole_numel: int  # elements of the model's parameters, tied ones once
     unused: list[str]  # parameters that the forward does not use: they stay as they are
-    flops_per_token: float | None
+    flops_per_token: float | None  # as the model declares; None if batches differ in length
     unit: str  # what a batch has so many of: "tokens", or "samples" of data without
     variable: bool  # whether batches differ in length
     transforms: Mapping[str, Transform]  # applied to the model before it was recorded
@@ -129,7 +129,6 @@ def make_plan(
     order, why_microbatches = _choose_order(config, model)
     zero, why_zero = _choose_zero(config, order.splits_backward)
     whole_numel = sum(parameter.numel() for parameter in model.parameters())
-    flops_per_token = _flops_per_token(config, model, data)
     own = opened(config, data)
     batch = example_batch(config, own)
     if own is not None:
@@ -140,7 +139,8 @@ def make_plan(
     transforms = model_transforms(config, model, mesh, batch, checked or {})
     loss = next((x for t in transforms.values() if (x := t.loss())), build_loss(config.loss))
     loss.backward_follows, loss.compiled = order.backward_follows, config.compile
-    variable = data is not None and bool(data.variable)
+    variable = data is not None and bool(data.variable)  # tokens of a step are then unknown
+    flops = getattr(model, "flops_per_token", None)
     recorded = record_model(
         config, resolved, model, batch, order.microbatches, loss, transforms, variable
     )
@@ -188,7 +188,7 @@ def make_plan(
         stage_parameters=parameters,
         whole_numel=whole_numel,
         unused=[name for name, _ in model.named_parameters() if name not in used],
-        flops_per_token=flops_per_token,
+        flops_per_token=None if variable or flops is None else flops(config.seq_len),
         unit=unit,
         variable=variable,
         transforms=transforms,
@@ -344,12 +344,3 @@ def _unit(config: Config, data: Data | None, batch: Batch) -> str:
         reason = "the samples have no tokens, or not equally many, so tokens are not counted"
         raise ConfigError([Problem("max_tokens", config.max_tokens, reason, "max_tokens=null")])
     return "samples"
-
-
-def _flops_per_token(config: Config, model: nn.Module, data: Data | None) -> float | None:
-    """FLOPs per token, as the model declares; None if sequences differ in length, as the number of
-    tokens in a step is then unknown."""
-    flops = getattr(model, "flops_per_token", None)
-    if flops is None or (data is not None and data.variable):
-        return None
-    return flops(config.seq_len)

@@ -93,7 +93,8 @@ class ContextParallel(Transform):
             "ulysses": "an all-to-all trades heads for tokens",
             "ring": "keys and values pass around a ring",
         }[self.ranks.method]
-        text += f" ({self.why}); {_length(plan.fields) // self._config.cp} tokens a rank"
+        tokens = plan.fields["inputs"].shape[0] // self._config.cp
+        text += f" ({self.why}); {tokens} tokens a rank"
         yield "context parallel", f"{self.ranks.method}, {text}"
 
     def open(self, mesh: Mesh, plan: Plan) -> None:
@@ -160,7 +161,7 @@ class ContextParallel(Transform):
     def shorter(self, fields: Fields) -> Fields:
         """Sequences of half the length, or slightly less if tensor-parallel ranks cannot shard
         that."""
-        tokens, tp = _length(fields), self._config.tp
+        tokens, tp = fields["inputs"].shape[0], self._config.tp
         less = tokens // 2 if tokens // 2 % tp == 0 else tokens - tp
         return {
             name: Field(
@@ -341,11 +342,6 @@ def _shard(ranks: ContextRanks, take: Take, attention: ContextAttention) -> Sequ
         return attention.attention if function is F.scaled_dot_product_attention else function
 
     return SequenceShard(ranks.size, take, ranks.balanced, replaced, _OFFSETS)
-
-
-def _length(fields: Fields) -> int:
-    """Tokens of a sequence."""
-    return fields["inputs"].shape[0]
 
 
 def _token_dims(name: str, shape: Sequence[int], tokens: int) -> list[int]:

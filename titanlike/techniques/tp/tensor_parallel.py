@@ -78,8 +78,9 @@ class TensorParallel(Transform):
             self.unchecked = f"{what}: {sharding.unchecked}"
 
     def loss(self, device: torch.device | None = None) -> Loss:
-        size = self.sharding.vocabulary
-        divided = None if size is None else DividedVocabulary(size, self._ranks).cross_entropy
+        size, divided = self.sharding.vocabulary, None
+        if size is not None:
+            divided = partial(divided_cross_entropy, size, self._ranks)
         return build_loss(self._config.loss, device, divided)
 
     def recorded(self, graph: ModelGraph) -> None:
@@ -374,20 +375,15 @@ def async_problems(config: Config) -> list[Problem]:
 # all-reduced, three numbers per token (arXiv 1909.08053, section 3).
 
 
-@dataclass(frozen=True)
-class DividedVocabulary:
-    size: int  # of the full vocabulary
-    ranks: TensorRanks
+def divided_cross_entropy(
+    size: int, ranks: TensorRanks, logits: Tensor, targets: Tensor, ignore: int, z_loss: float
+) -> Tensor:
+    """Losses in nats [N], plus `z_loss` * log(sum(exp(logits)))^2; 0 for targets equal to `ignore`,
+    NaN for those outside of the vocabulary; the same on every rank.
 
-    def cross_entropy(
-        self, logits: Tensor, targets: Tensor, ignore: int, z_loss: float = 0.0
-    ) -> Tensor:
-        """Losses in nats [N], plus `z_loss` * log(sum(exp(logits)))^2; 0 for targets equal to
-        `ignore`, NaN for those outside of the vocabulary; the same on every rank.
-
-        logits: fp32 [N, this rank's vocabulary shard]; targets: [N].
-        """
-        return _CrossEntropy.apply(logits, targets, self, ignore, z_loss)
+    size: of the full vocabulary; logits: fp32 [N, this rank's vocabulary shard]; targets: [N].
+    """
+    return _CrossEntropy.apply(logits, targets, size, ranks, ignore, z_loss)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -396,12 +392,12 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         targets: Tensor,
-        vocabulary: DividedVocabulary,
+        size: int,
+        ranks: TensorRanks,
         ignore: int,
         z_loss: float,
     ) -> Tensor:
-        ranks = vocabulary.ranks
-        start, stop = ranks.part(vocabulary.size)
+        start, stop = ranks.part(size)
         alone = ranks.group is None or logits.is_meta  # when costs are counted
         assert alone or logits.shape[-1] == stop - start, "logits of this rank's part"
         largest = logits.amax(-1)
@@ -412,7 +408,7 @@ class _CrossEntropy(torch.autograd.Function):
         inside = counted & (targets >= start) & (targets < stop)
         rows = (targets - start).masked_fill(~inside, 0).unsqueeze(-1)
         target_logit = shares.gather(-1, rows).squeeze(-1).masked_fill(~inside, 0)  # or 0
-        unknown = counted & ((targets < 0) | (targets >= vocabulary.size))
+        unknown = counted & ((targets < 0) | (targets >= size))
         target_logit.masked_fill_(unknown, math.nan)
         shares.exp_()
         sums = torch.stack([shares.sum(-1), target_logit])
@@ -435,7 +431,7 @@ class _CrossEntropy(torch.autograd.Function):
         gradient = gradient.unsqueeze(-1)
         result = shares * (gradient * scale.unsqueeze(-1))
         result.scatter_add_(-1, rows, -gradient * inside.unsqueeze(-1))
-        return result, None, None, None, None
+        return result, None, None, None, None, None
 
 
 def tensor_plan(config: Config, model: nn.Module) -> dict[str, Entry]:
