@@ -190,8 +190,7 @@ class ExactSums(Transform):
         bins = bins_of(torch.cat(rows) if rows else torch.zeros(0, device=device))
         if self._grains.replica > 0:
             bins.zero_()  # counted by replica 0
-        if self._mesh.world_size > 1:
-            self._mesh.sum(bins)
+        self._mesh.sum(bins)
         each = torch.stack([row.sum() for row in rows]).sqrt() if rows else torch.zeros(0)
         return root_of_bins(bins), each
 

@@ -112,6 +112,12 @@ class Mesh:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.everyone)
         return values
 
+    def max_of(self, number: float) -> float:
+        """The largest of all ranks' numbers, on the host."""
+        if self.world_size == 1:
+            return number
+        return self.max(torch.tensor(number, dtype=torch.float64, device=self.device)).item()
+
 
 def one_process(device: torch.device) -> Mesh:
     """The mesh of a single process without a process group."""

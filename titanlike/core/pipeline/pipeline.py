@@ -189,8 +189,7 @@ class Pipeline:
         returns both sums."""
         mesh = self._mesh
         sums = torch.cat([loss.view(-1), measured.to(mesh.device), self._reached_counts])
-        if mesh.world_size > 1:
-            mesh.sum(sums)
+        mesh.sum(sums)
         sizes = loss.numel(), len(measured), len(self._reached_counts)
         losses, measured, self._reached_counts = sums.split(sizes)
         return self._total(losses) / self._loss_copies, measured
@@ -221,9 +220,8 @@ class Pipeline:
         count, _ = self._count(runtime, batch)
         with self._computing():
             losses = executor.evaluate(batch)
-        loss = self._sum_of(losses, count).view(-1)
-        loss = self._total(mesh.sum(loss) if mesh.world_size > 1 else loss)
-        return loss / self._loss_copies, count
+        loss = mesh.sum(self._sum_of(losses, count).view(-1))
+        return self._total(loss) / self._loss_copies, count
 
     def for_terms(self, rows: int) -> Runtime:
         """Make a runtime for `evaluate_each` on batches of `rows` samples on a dp rank."""

@@ -325,8 +325,7 @@ def _least_memory(config: Config, mesh: Mesh) -> int | None:
     """The minimum over all ranks of the memory available for training, so that all decide alike.
     Collective."""
     available = memory_for_training(config)
-    least = torch.tensor([-1e18 if available is None else -available], dtype=torch.float64)
-    least = -mesh.max(least.to(mesh.device)).item() if mesh.world_size > 1 else -least.item()
+    least = -mesh.max_of(-1e18 if available is None else -available)
     return None if least >= 1e18 else int(least)
 
 

@@ -196,7 +196,7 @@ class _Rows:
         if size == 1:
             runtime = runtime.with_microbatches_of(2, fields_of(batch))
             alike = all(fields_of(other) == fields_of(batch) for other in first)
-            if not _everywhere(run, runtime is not None and alike):
+            if run.mesh.max_of(runtime is None or not alike):  # on any rank
                 return None
             batch = {name: torch.cat([other[name] for other in first]) for name in batch}
             rows, size = torch.arange(count), 2
@@ -223,7 +223,7 @@ class _Rows:
         runtime = None
         if size % 2 == 0:
             runtime = self.runtime.with_microbatches_of(size // 2, fields_of(self.batch))
-        if not _everywhere(self.run, runtime is not None):
+        if self.run.mesh.max_of(runtime is None):  # on any rank
             return 0.0
         assert runtime is not None
         places = self.places[0].view(-1, 2, size // 2)
@@ -268,16 +268,8 @@ class _Rows:
         """Relative root mean square difference of the losses in pairs, over all ranks."""
         squares = [((a - b).square().sum(), b.square().sum()) for a, b in pairs]
         total = torch.tensor(squares, dtype=torch.float64).sum(0).to(self.run.mesh.device)
-        if self.run.mesh.world_size > 1:
-            self.run.mesh.sum(total)
-        difference, size = total.tolist()
+        difference, size = self.run.mesh.sum(total).tolist()
         return (difference / size) ** 0.5 if size else 0.0
-
-
-def _everywhere(run: Run, possible: bool) -> bool:
-    """Return whether something is possible on every rank. Collective."""
-    impossible = torch.tensor(float(not possible), device=run.mesh.device)
-    return not (run.mesh.max(impossible) if run.mesh.world_size > 1 else impossible)
 
 
 @contextmanager

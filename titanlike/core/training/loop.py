@@ -16,8 +16,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import torch
-
 from titanlike.core.checkpoint.discovery import checkpoint_folder
 from titanlike.core.config.schema import Config
 from titanlike.core.data.kinds import option
@@ -198,9 +196,7 @@ def _find_end(s: Session, stream: Iterator[Batch]) -> Iterator[Batch]:
     s.watchdog.enter_phase(step + 1, "data", s.config.launch.timeout)
     first = next(stream, None)
     left = 0 if first is None else 1 if _ends_by(s, step + 1) else 2
-    if s.run.mesh.world_size > 1:
-        fewest = s.run.mesh.max(torch.tensor([-left], device=s.run.mesh.device))
-        left = -int(fewest.item())
+    left = -int(s.run.mesh.max_of(-left))
     if left < 2:
         s.last = min(s.last, step + left)
     return chain(iter([] if first is None else [first]), stream)
@@ -388,10 +384,7 @@ def _save(s: Session, record: dict[str, Any]) -> float:
 
 def _agreed_stop_code(s: Session) -> int:
     """All-reduce the stop code between steps: the same on every rank. Collective."""
-    mesh, stop_code = s.run.mesh, s.worker.stop_request.code(s.config.max_time)
-    if mesh.world_size > 1:
-        stop_code = int(mesh.max(torch.tensor([stop_code], device=mesh.device)).item())
-    return stop_code
+    return int(s.run.mesh.max_of(s.worker.stop_request.code(s.config.max_time)))
 
 
 def _stop_of_the_batch_before(s: Session) -> Callable[[], int]:

@@ -321,6 +321,6 @@ def evaluate(
         total, counted = total + (loss.item() * number if number else 0.0), counted + number
     sums = {"loss": (total, counted)}
     if run.own is not None:
-        both = (run.mesh.sum(custom) if run.mesh.world_size > 1 else custom).view(2, -1).tolist()
+        both = run.mesh.sum(custom).view(2, -1).tolist()
         sums |= {name: pair for name, *pair in zip(run.own.names, *both, strict=True)}
     return sums
