@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from titanlike.core.graph.cut import StageGraph, messages, same_messages
 from titanlike.core.graph.loss import Loss
 from titanlike.core.graph.model_graph import Fields, ModelGraph, fields_of, shapes
 from titanlike.core.graph.recording import Node, tree_map
-from titanlike.core.graph.stage import Stage
+from titanlike.core.graph.stage import FIELD, Stage
 from titanlike.core.optim.loss import Kept
 from titanlike.core.pipeline.microbatch_loop import MicrobatchLoop
 from titanlike.core.pipeline.order import Order
@@ -376,28 +376,68 @@ class Pipeline:
 
         if self._is_loop(order):
             return MicrobatchLoop(order, self._stages[0], loss_of, sorted(used), begin_microbatch)
-        from titanlike.core.pipeline.torch_runtime import make_runtime
-
-        inputs, size = fields["inputs"], graph.microbatch_size
-        return make_runtime(
-            order,
-            self._stages,
-            training,
-            loss=loss_of,
-            fields=sorted(used),
-            first=torch.empty((size, *inputs.shape), dtype=inputs.dtype, device="meta"),
-            mesh=self._mesh,
-            zero=self._zero,
-            transforms=self._transforms,
-            begin_microbatch=begin_microbatch,
-            sums=self._gradient_sums,
+        inputs = fields["inputs"]
+        first = torch.empty(
+            (graph.microbatch_size, *inputs.shape), dtype=inputs.dtype, device="meta"
         )
+        return self._torch_runtime(order, training, loss_of, used, first, begin_microbatch)
 
     def _is_loop(self, order: Order) -> bool:
         """Whether an order runs as a plain microbatch loop: one unsharded stage in one process."""
         alone = self._mesh.world_size == 1 and order.stages == 1
         other_backward = order.splits_backward or self._gradient_sums
         return alone and not other_backward and not is_sharded(self._stages[0])
+
+    def _torch_runtime(
+        self,
+        order: Order,
+        graphs: Sequence[StageGraph],
+        loss: Callable[[Any, Tensor], Tensor],
+        fields: Iterable[str],
+        first: Tensor,
+        begin_microbatch: Callable[[int, int], None],
+    ) -> OrderRuntime:
+        """Make torch's pipeline runtime, which adds P2P, all-gathers and reduce-scatters between the
+        actions of an order. graphs: of all stages, in training; first: the first stage's input for a
+        microbatch, on meta; begin_microbatch: called with (stage, microbatch) before each forward
+        and backward."""
+        from titanlike.core.torch_private.pipeline_runtime import OrderRuntime
+        from titanlike.core.torch_private.pipeline_stage import make_stage
+
+        wrapped = []
+        for index, stage in self._stages.items():
+            graph, weight_gradients = graphs[index], None
+            received, sent = messages(graph)
+            if order.splits_backward:
+                takers = (transform.weight_gradients(index) for transform in self._transforms)
+                # of a stage whose weight gradients are computed in I: W has nothing to do
+                weight_gradients = next(filter(None, takers), lambda: lambda: None)
+            wrapped.append(
+                make_stage(
+                    stage,
+                    index,
+                    order.stages,
+                    device=self._mesh.device,
+                    group=self._mesh.axes.get_group("pp"),
+                    inputs=[first] if index == 0 else received,
+                    outputs=sent,
+                    zero=self._zero,
+                    weight_gradients=weight_gradients,
+                    skips_in=graph.skips_in,
+                    skips_out=graph.skips_out,
+                    begin_microbatch=begin_microbatch,
+                    sums=self._gradient_sums.get(index),
+                )
+            )
+        # (source, target) of skip connections, which bypass stages -> whether a gradient comes back
+        skips: dict[tuple[int, int], bool] = {}
+        for index, graph in enumerate(graphs):
+            skipping = graph.sends[len(graph.sends) - len(graph.skips_out) :]
+            for to, node in zip(graph.skips_out, skipping, strict=True):
+                has_gradient = node in graph.differentiated_later
+                skips[index, to] = skips.get((index, to), False) or has_gradient
+        arguments = {FIELD + name: name for name in sorted(fields)}
+        return OrderRuntime(order, wrapped, loss, arguments, zero=self._zero, skips=skips)
 
 
 def _loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor) -> Tensor:
