@@ -108,9 +108,11 @@ class Run:
         return [parameter for state in self.stage_states for _, parameter in state.parameters()]
 
     @cached_property
-    def owned(self) -> list[nn.Parameter]:
-        """Parameters that this rank counts: a tied one is owned by one of the ranks with a copy."""
-        return [p for state in self.stage_states for n, p in state.parameters() if state.owns(n)]
+    def owned(self) -> dict[str, nn.Parameter]:
+        """Parameters that this rank counts, by name: a tied one is owned by one of the ranks with a
+        copy."""
+        states = self.stage_states
+        return {n: p for state in states for n, p in state.parameters() if state.owns(n)}
 
     @cached_property
     def shares(self) -> Tensor | None:
@@ -119,8 +121,7 @@ class Run:
         placements = self.plan.placements
         if not placements:
             return None
-        names = [n for state in self.stage_states for n, _ in state.parameters() if state.owns(n)]
-        copies = [float(placements[name].copies) for name in names]
+        copies = [float(placements[name].copies) for name in self.owned]
         return on_device(1.0 / torch.tensor(copies), self.mesh.device)
 
     def train_mode(self, on: bool) -> None:
@@ -175,18 +176,15 @@ def build_planned(
     transforms = stage_transforms(config, mesh, plan) | dict(more or {})
 
     # 2. stages, weights, optimizers
-    canonical = plan.model_graph.canonical_names()
     ordered = [*transforms.values()]
-    built_stages = _make_stages(
-        config, mesh, plan, ordered, canonical, partial(init_weights, say=say)
-    )
-    stages = built_stages.stages
     # parameter -> stages that hold it; the first stage owns a tied parameter
     holders = {
         name: [index for index, names in enumerate(plan.stage_parameters) if name in names]
-        for name in canonical.values()
+        for name in plan.model_graph.canonical_names().values()
     }
-    states = _make_states(config, mesh, plan, built_stages, canonical, holders)
+    stages, states, weights_source = _make_stages(
+        config, mesh, plan, ordered, holders, partial(init_weights, say=say)
+    )
 
     # 3. the pipeline
     if any(len(holding) > 1 for holding in holders.values()):
@@ -228,7 +226,7 @@ def build_planned(
         pipeline,
         transforms,
         async_scalars=AsyncScalars(mesh),
-        weights_source=built_stages.weights_source,
+        weights_source=weights_source,
         own=custom,
     )
     pipeline.on_action, pipeline.on_queued = run.phases.start_action, run.phases.action_queued
@@ -237,29 +235,18 @@ def build_planned(
     return run
 
 
-@dataclass(frozen=True)
-class _BuiltStages:
-    """This rank's stages, with their weights."""
-
-    stages: dict[int, Stage]
-    placements: Mapping[str, Placement]  # of parameters
-    weights_source: str
-
-
 def _make_stages(
     config: Config,
     mesh: Mesh,
     plan: TrainPlan,
     transforms: Sequence[Transform],
-    canonical: Mapping[str, str],
+    holders: Mapping[str, list[int]],
     init_weights: Callable[..., object],
-) -> _BuiltStages:
-
-    def any_rank(here: bool) -> bool:
-        return bool(mesh.max(torch.tensor(float(here), device=mesh.device)).item())
-
-    agreed = any_rank if mesh.world_size > 1 else bool
-    weights = initial_weights_of(plan.model, config.seed, agreed)
+) -> tuple[dict[int, Stage], dict[int, StageState], str]:
+    """(this rank's stages with their weights, the state of each with its optimizers, where weights
+    are from); holders: parameter -> stages that hold it."""
+    weights = initial_weights_of(plan.model, config.seed, lambda here: bool(mesh.max_of(here)))
+    canonical = plan.model_graph.canonical_names()
     stages: dict[int, Stage] = {}
     placements: dict[str, Placement] = {}
     for index in plan.order.local(mesh.pp_rank):
@@ -270,38 +257,27 @@ def _make_stages(
         stage = stages[index] = Stage(model, units, used)
         for transform in transforms:
             transform.on_stage(index, stage, units)
-        _shard(stage, config, plan, units, used, mesh)
+        held = [unit for unit in plan.model_graph.units if unit.name in units]
+        shard_stage(stage, fsdp_groups(stage, held, used), config, mesh, plan.zero)
         device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
         parts = {name: placement.part for name, placement in placements.items()}
         init_weights(stage, weights, device, canonical, parts=parts)
     for stage in stages.values():
         for transform in transforms:
             transform.on_weights(stage)
-    return _BuiltStages(stages, placements, weights.origin)
-
-
-def _make_states(
-    config: Config,
-    mesh: Mesh,
-    plan: TrainPlan,
-    built_stages: _BuiltStages,
-    canonical: Mapping[str, str],
-    holders: Mapping[str, list[int]],
-) -> dict[int, StageState]:
-    """Make the optimizers and state of each stage; holders: parameter -> stages that hold it."""
     states: dict[int, StageState] = {}
     matrices = getattr(config.optimizer, "whole_matrices", False)  # gathered from their shards
     group = mesh.weight_group(config.launch.timeout) if matrices else None
-    for index, stage in built_stages.stages.items():
+    for index, stage in stages.items():
         if stage.state_dict():  # even without parameters, e.g. batch norm buffers
             every = stage.named_parameters(remove_duplicate=False)
             names = {name: canonical[name] for name, _ in every}
             owned = frozenset(name for name in names.values() if holders[name][0] == index)
             parameters = {names[name]: parameter for name, parameter in stage.named_parameters()}
-            model, placements = plan.model_graph.model, built_stages.placements
+            model = plan.model_graph.model
             optimizers = build_optimizers(parameters, model, config, placements, group)
             states[index] = StageState(stage, optimizers, names, owned, placements)
-    return states
+    return stages, states, weights.origin
 
 
 def memory_is_short(
@@ -327,11 +303,3 @@ def _least_memory(config: Config, mesh: Mesh) -> int | None:
     available = memory_for_training(config)
     least = -mesh.max_of(-1e18 if available is None else -available)
     return None if least >= 1e18 else int(least)
-
-
-def _shard(
-    stage: Stage, config: Config, plan: TrainPlan, modules: list[str], used: list[str], mesh: Mesh
-) -> None:
-    """Apply FSDP. modules: the stage's units; used: weights that its forward uses directly."""
-    units = [unit for unit in plan.model_graph.units if unit.name in modules]
-    shard_stage(stage, fsdp_groups(stage, units, used), config, mesh, plan.zero)

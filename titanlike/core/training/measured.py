@@ -29,11 +29,9 @@ class Measuring:
     def squares(self) -> dict[str, Tensor]:
         """Map each parameter of this rank to its contribution to the squared gradient norm: summed
         over all ranks, these are the squares of the full gradients' norms."""
-        states = self.run.stage_states
-        names = [n for state in states for n, _ in state.parameters() if state.owns(n)]
         shares = 1.0 if self.run.shares is None else self.run.shares.to(self.norms.device)
         squares = self.norms.square() * shares / self.config.replicate
-        return dict(zip(names, squares.unbind(), strict=True))
+        return dict(zip(self.run.owned, squares.unbind(), strict=True))
 
 
 @dataclass(frozen=True)

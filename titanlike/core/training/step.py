@@ -98,10 +98,10 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     run.phases.begin("gradient norm")
     sums = run.pipeline.sums
     if sums is not None:
-        norm, norms = sums.norms(run.owned)
+        norm, norms = sums.norms([*run.owned.values()])
         squares = norms.new_zeros(())
     else:
-        norms = gradient_norms(run.owned)
+        norms = gradient_norms([*run.owned.values()])
         squares = square_sum(norms, run.shares)
     run.phases.begin("agree")
     more = taken(Measuring(run, config, norms, terms), step)
@@ -164,9 +164,13 @@ def finish_step(
     numbers = pending.sent.read()
     assert numbers is not None
     record = step_record(run, config, pending, numbers)
-    anomaly = detector.classify(
-        record, lambda: _first_bad(run, pending.gradients.norms), bool(numbers["count"])
-    )
+
+    def first_bad() -> str:
+        """The first parameter of this rank with a non-finite gradient norm; "" = none."""
+        finite = pending.gradients.norms.isfinite().tolist()
+        return next((name for name, fine in zip(run.owned, finite, strict=True) if not fine), "")
+
+    anomaly = detector.classify(record, first_bad, bool(numbers["count"]))
     same = bool(numbers["bad"]) == (anomaly is not None)
     assert same, "the device and the detector disagree on a step"
     if anomaly is not None:
@@ -258,13 +262,6 @@ def optimizer_step(
 def drop_gradients(run: Run) -> None:
     for state in run.stage_states:
         state.zero_grad()
-
-
-def _first_bad(run: Run, norms: Tensor) -> str:
-    """The first parameter of this rank with a non-finite gradient norm; "" = none."""
-    names = [n for state in run.stage_states for n, _ in state.parameters() if state.owns(n)]
-    bad = (name for name, fine in zip(names, norms.isfinite().tolist(), strict=True) if not fine)
-    return next(bad, "")
 
 
 def validate(
