@@ -194,9 +194,11 @@ class TrainingRun:
         with self._collective("load"):
             checkpointer = self._checkpointer
             if weights_only:
-                checkpointer.start_from(str(path or self.config.run_dir))
+                checkpointer.loader.start_from(str(path or self.config.run_dir))
                 return self.steps
-            self._progress = checkpointer.resume() if path is None else checkpointer.load(str(path))
+            self._progress = (
+                checkpointer.resume() if path is None else checkpointer.loader.load(str(path))
+            )
         self._detector.load(self._progress.guard)
         return self.steps
 

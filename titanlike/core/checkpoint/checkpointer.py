@@ -104,7 +104,8 @@ class Checkpointer:
     # --- loading -----------------------------------------------------------------------------
 
     @property
-    def _loader(self) -> CheckpointLoader:
+    def loader(self) -> CheckpointLoader:
+        """Loads one of these checkpoints, or another's weights, into the run."""
         from titanlike.core.checkpoint.loader import CheckpointLoader
 
         return CheckpointLoader(
@@ -129,20 +130,12 @@ class Checkpointer:
         named = self._settings.resume not in ("auto", "never") or bool(self._settings.start_from)
         there = [named or (self._rank == 0 and bool(discovery.all_steps(self._folder)))]
         dist.broadcast_object_list(there, src=0, group=self._group)
-        return self._loader.resume() if there[0] else Progress()
-
-    def start_from(self, location: str) -> None:
-        """Load only weights, from a location as in `checkpoint.start_from`. Raises ValueError."""
-        self._loader.start_from(location)
-
-    def load(self, location: str) -> Progress:
-        """Load the checkpoint at a location, or its run's newest. Raises as `resume`."""
-        return self._loader.load(location)
+        return self.loader.resume() if there[0] else Progress()
 
     def rollback(self) -> Progress | None:
         """Load the newest intact checkpoint of this run; None if there is none."""
         self._writer.wait()
-        return self._loader.rollback()
+        return self.loader.rollback()
 
     def resume_hint(self) -> str:
         """Return advice for a run that diverged, after the save in progress."""

@@ -73,7 +73,7 @@ class CheckpointLoader:
         return Progress()
 
     def load(self, location: str) -> Progress:
-        """See `Checkpointer.load`."""
+        """Load the checkpoint at a location, or its run's newest. Raises as `resume`."""
         select = lambda _: Selection(discovery.resolve("path", location))  # noqa: E731
         progress = self._load_first_intact(select)
         assert progress is not None, "one was selected"
@@ -85,7 +85,7 @@ class CheckpointLoader:
         return self._load_first_intact(newest)
 
     def start_from(self, location: str) -> None:
-        """See `Checkpointer.start_from`."""
+        """Load only weights, from a location as in `checkpoint.start_from`. Raises ValueError."""
         from titanlike.core.checkpoint import state_dict
         from titanlike.hf import warm_start_hf
 
@@ -197,14 +197,11 @@ class CheckpointLoader:
 
         named = (name for name in header.tensors if name.startswith(READERS))
         shapes = {name: header.tensors[name].shape for name in named}
-        with raise_on_all_ranks(self.group, ConfigError):
-            try:
+        try:
+            with raise_on_all_ranks(self.group, Refused):
                 entries = stream.wanted(shapes, self.config, self.dp_rank)
-            except Refused as error:
-                raise ConfigError([error.problem]) from None
-        read(header, entries, self.group)
-        with raise_on_all_ranks(self.group, ConfigError):
-            try:
+            read(header, entries, self.group)
+            with raise_on_all_ranks(self.group, Refused):
                 stream.restore(entries)
-            except Refused as error:
-                raise ConfigError([error.problem]) from None
+        except Refused as error:
+            raise ConfigError([error.problem]) from None
