@@ -62,7 +62,7 @@ class Moments:
 
 
 def a_save(folder: Storage, step: int) -> None:
-    state = {"step": step, "progress": {}, "val_loss": None, "same": {}, "sequences": 1}
+    state = {"step": step, "progress": {}, "val_loss": None, "same": {}}
     tensors = {"model.w": torch.full((100,), float(step)), "rng.0.cpu": torch.get_rng_state()}
     write_checkpoint(folder.at(step_name(step)), state, prepare_save(tensors), None)
 

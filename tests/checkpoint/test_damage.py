@@ -182,15 +182,17 @@ def cut_while_it_is_read(folder: Path) -> None:
 
 
 def with_a_hole(folder: Path) -> None:
-    """A tensor of 128 GiB that takes no place on the disk."""
+    """A tensor of more than 64 GiB that takes no place on the disk."""
+    rows, width = 2**16 + 1, 2**20
 
     def change(index: dict[str, Any]) -> None:
-        index["tensors"]["x"] = ["U8", [1, 2**37]]
-        index["files"]["rank-00002.safetensors"] = [2**37, [0, checksum(b"")]]
-        index["pieces"]["rank-00002.safetensors"] = [["x", 0, [0, 0], [1, 2**37], "0" * 16]]
+        index["tensors"]["x"] = ["U8", [rows, width]]
+        index["files"]["rank-00002.safetensors"] = [rows * width, [0, checksum(b"")]]
+        piece = ["x", 0, [0, 0], [rows, width], "0" * 16 * rows]
+        index["pieces"]["rank-00002.safetensors"] = [piece]
 
     (folder / "rank-00002.safetensors").touch()
-    os.truncate(folder / "rank-00002.safetensors", 2**37)
+    os.truncate(folder / "rank-00002.safetensors", rows * width)
     reseal(folder, change)
 
 

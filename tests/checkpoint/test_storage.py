@@ -70,7 +70,7 @@ def save_and_go_on(config: Config, worker: Worker) -> None:
 
 def test_the_latest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
     """Also where the alphabet has another order."""
-    state = {"progress": {}, "val_loss": None, "same": {}, "sequences": 1}
+    state = {"progress": {}, "val_loss": None, "same": {}}
     folder = Storage(tmp_path)
     for step in (99_999_999, 100_000_000):
         own = folder.at(step_name(step))

@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_searched_is_neither_empty_nor_a_leftover(
 def test_an_unreachable_server_marks_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors of a URL's file system have types of their own."""
     folder = Storage("memory://runs/step-00000001")
-    state = {"step": 1, "progress": {}, "val_loss": None, "same": {}, "sequences": 1}
+    state = {"step": 1, "progress": {}, "val_loss": None, "same": {}}
     integrity.commit(folder, [], state)
     original = MemoryFileSystem._open
     errors: list[Exception] = [TimeoutError("no answer"), RuntimeError("503: slow down")]

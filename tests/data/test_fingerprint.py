@@ -184,9 +184,3 @@ def test_a_fingerprint_reads_little_of_a_huge_file(
     with path.open("r+b") as file:
         file.truncate(400 * 10**9 + 2)
     assert fingerprint_changes(first, of(data))
-
-
-def test_fingerprints_of_other_versions_are_not_compared() -> None:
-    now = of(SyntheticData())
-    assert fingerprint_changes({}, now) is None
-    assert fingerprint_changes({**now, "format": 0}, now) is None

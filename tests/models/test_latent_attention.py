@@ -20,7 +20,6 @@ from titanlike.core.config.groups.user_code import Custom
 from titanlike.core.config.schema import Config
 from titanlike.core.models.cache import KeyValueCache
 from titanlike.core.models.registry import build_model
-from titanlike.core.models.rope_scaling import RopeScaling, scaling_of
 from titanlike.core.training.preflight import preflight
 from titanlike.techniques.mixture.moe import RoutedMLP
 
@@ -100,8 +99,3 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_invalid_latent_attention_sizes_are_refused(changes: dict, said: str) -> None:
     [problem] = preflight(tiny(model=deepseek(**changes)))
     assert said in str(problem)
-
-
-def test_yarn_is_known_without_its_name_as_earlier_checkpoints_have_it() -> None:
-    older = {key: value for key, value in YARN.items() if key != "rope_type"}
-    assert scaling_of(older) == scaling_of(YARN) == RopeScaling("yarn", 4.0, 32)

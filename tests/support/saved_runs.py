@@ -118,7 +118,7 @@ def edited(source: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any]
     tensors = load_file(file)
     change(tensors)
     save = prepare_save({MODEL + name: tensor for name, tensor in tensors.items()})
-    state = {"step": 0, "progress": {}, "val_loss": None, "same": {}, "sequences": 0}
+    state = {"step": 0, "progress": {}, "val_loss": None, "same": {}}
     folder.parent.mkdir()
     write_checkpoint(Storage(folder), state, save, None)
     return folder

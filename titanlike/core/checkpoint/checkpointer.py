@@ -209,7 +209,6 @@ class Checkpointer:
                 "split": config.split.name,
             },
             "same": discovery.run_identity(config),
-            "sequences": len(self._data.train),
             "data": self._fingerprint,
             "config": self._plain_config,
             "model": self._model,

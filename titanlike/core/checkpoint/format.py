@@ -30,8 +30,7 @@ import xxhash
 
 from titanlike.core.config.files import LARGEST, parse_object
 
-FORMAT = 4  # 1 and 2 were torch's, pickled; 3 had no checksums within a row
-_READ = (3, FORMAT)
+FORMAT = 4
 FILE = re.compile(r"rank-\d{5,}(-\d+)?\.safetensors")
 BLOCK = 2**20  # bytes of a checksum
 # safetensors' words -> torch's name, and bytes of an element
@@ -126,7 +125,7 @@ class Piece(NamedTuple):
         """Return the dimension along which values share a checksum, and how many of it do."""
         for dim in range(len(self.sizes)):
             inner = max(1, prod(self.sizes[dim + 1 :]) * self.item_size)
-            if inner <= BLOCK or len(self.sums) == 16 * self.rows:  # as format 3, which had rows
+            if inner <= BLOCK:
                 return dim, max(1, BLOCK // inner)
         return 0, 1
 
@@ -270,7 +269,7 @@ def parse_index(text: bytes) -> Index:
             "written by a later one"
         )
     tensors, files = content.get("tensors"), content.get("files")
-    whole = separator and rest.endswith(b"\n}\n}\n") and content.get("format") in _READ
+    whole = separator and rest.endswith(b"\n}\n}\n") and content.get("format") == FORMAT
     if not (whole and isinstance(tensors, dict) and isinstance(files, dict)):
         raise ValueError("is no index of a checkpoint")
     named = {name: _tensor(name, entry) for name, entry in tensors.items()}

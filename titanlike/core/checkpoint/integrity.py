@@ -57,7 +57,6 @@ _REQUIRED: dict[str, tuple[type, ...]] = {  # keys of state.json
     "progress": (dict,),
     "val_loss": _NUMBER,
     "same": (dict,),
-    "sequences": (int, type(None)),
 }
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     **{"layout": (dict,), "world_size": (int,), "run_dir": (str,), "torch": (str,)},

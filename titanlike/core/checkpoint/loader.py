@@ -160,14 +160,7 @@ class CheckpointLoader:
         if problem := discovery.incompatibility(path, self.config, state):
             raise Refused(*astuple(problem))
         # other data are an error, unless the user allows them
-        sequences = len(self.data.train)
-        changes = fingerprint_changes(state.get("data", {}), self.fingerprint)
-        if changes is None:  # an older version's fingerprint
-            changes = [f"{sequences} sequences, were {state['sequences']}"]
-            changes *= state["sequences"] != sequences
-            text = f"{path} has no fingerprint of its data: only their length was compared"
-            self.events.log("data_not_compared", state["step"], text)
-        if changes:
+        if changes := fingerprint_changes(state.get("data", {}), self.fingerprint):
             text = f"not what {path} was trained on ({'; '.join(changes)})"
             # validation sets may change: training does not depend on them
             sets_only = self.data.validation_sets and all(c.startswith("valid") for c in changes)

@@ -36,7 +36,6 @@ def no_targets(data: Any, of: str, fix: str) -> Problem:
     return Problem("data", data.name, reason, fix)
 
 
-FORMAT = 1  # only fingerprints of the same format are compared
 _WHOLE = 1 << 24  # up to so many tokens all are hashed
 _BLOCKS, _BLOCK = 256, 1 << 12  # otherwise so many blocks of so many tokens
 _SAMPLES = 32  # hashed of a source that is not token files
@@ -188,11 +187,10 @@ def data_fingerprint(data: Data, section: Any) -> dict[str, Any]:
         for name, source in data.validation_sets.items()
     }
     if data.fingerprint is not None:
-        return {"format": FORMAT, "fingerprint": data.fingerprint, **validation}
+        return {"fingerprint": data.fingerprint, **validation}
     documents = getattr(section, "documents", False)
     assert not isinstance(data.train, Stream), "a stream has a fingerprint"
     return {
-        "format": FORMAT,
         "training": source_fingerprint(data.train),
         **(validation or {"validation": source_fingerprint(data.validation)}),
         "tokenizer": data.tokenizer,
@@ -200,10 +198,8 @@ def data_fingerprint(data: Data, section: Any) -> dict[str, Any]:
     }
 
 
-def fingerprint_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str] | None:
-    """Return what differs between two fingerprints; None if they cannot be compared."""
-    if saved.get("format") != FORMAT:
-        return None
+def fingerprint_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return what differs between two fingerprints."""
     keys = [key for key in (*now, *saved) if saved.get(key) != now.get(key)]
     return [f"{key}: {now.get(key)}, was {saved.get(key)}" for key in dict.fromkeys(keys)]
 

@@ -94,8 +94,6 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
 def goodput_text(seconds: Any) -> str:
     """Format a result of `goodput`: "83.1% of 1234 s in new steps; start 9.1%, save 4.0%, other
     3.8%". Return "" for anything else."""
-    # older files lack it
-    seconds = {"data": 0.0} | seconds if isinstance(seconds, dict) else seconds
     if not isinstance(seconds, dict) or not all(is_number(seconds, k) for k in (*KINDS, "total")):
         return ""
     rest = [

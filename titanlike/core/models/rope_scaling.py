@@ -95,8 +95,6 @@ def scaling_of(rope_scaling: Mapping[str, Any] | None) -> RopeScaling | None:
     )
     if kind in ("", "default") and not given:
         return None
-    if not kind and {"factor", _LENGTH} <= given.keys():  # as this program once wrote it
-        kind = "yarn"
     needed, more = _KEYS.get(kind, (set(), set()))
     numbers = all(
         isinstance(value, (int, float))
