@@ -16,10 +16,8 @@ from support.commands import TINY
 from support.launched import Launched
 from support.models import tiny
 from support.paths import ROOT
-from support.saved_runs import events
 from support.waiting import until
 from support.world import RankError, run_world
-from titanlike.core.config.groups.jobs import Checkpoint
 from titanlike.core.config.schema import Config
 from titanlike.core.launch.worker import Worker
 from titanlike.core.metrics.run_files import (
@@ -30,7 +28,6 @@ from titanlike.core.metrics.run_files import (
     LostFiles,
     RunFiles,
 )
-from titanlike.core.metrics.sinks import lost_steps, read_jsonl
 from titanlike.core.training import loop
 from titanlike.core.training.loop import train
 
@@ -93,22 +90,6 @@ def loses_metrics(config: Config, worker: Worker) -> None:
 def test_a_run_ends_when_its_next_record_would_be_lost(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"LostFiles: \S+metrics.jsonl was deleted"):
         run_world(loses_metrics, tiny(layers=2), tmp_path)
-
-
-def test_a_resumed_run_says_which_records_are_gone(tmp_path: Path) -> None:
-    saving = Checkpoint(every=0, last=True)
-    run_world(train, tiny(layers=1, steps=3, checkpoint=saving), tmp_path)
-    file = tmp_path / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    for left, said in {"": "1 to 3", lines[0]: "2 to 3", "".join(lines)[:-9]: "3"}.items():
-        file.write_text(left)
-        assert lost_steps(read_jsonl(file), 3) == said
-    assert lost_steps(read_jsonl(file), 2) == "" == lost_steps([], 0)
-    file.unlink()
-    run_world(train, tiny(layers=1, steps=4, checkpoint=saving), tmp_path)
-    [event] = events(tmp_path, "metrics")
-    assert "no record of step 1 to 3: it was removed" in event["text"]
-    assert [record["step"] for record in read_jsonl(file)] == [4]
 
 
 @pytest.mark.slow

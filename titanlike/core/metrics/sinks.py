@@ -88,7 +88,6 @@ class JsonlSink(Sink):
                 seconds = (r["step_seconds"] for r in later if is_number(r, "step_seconds"))
                 self._redone(len(later), sum(seconds))
             files.atomic_write_text(self._path, "".join(files.dumps(r) + "\n" for r in records))
-        self.lost = lost_steps(records, step)
         self._file = AppendedFile(self._path)
 
 
@@ -96,16 +95,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read the records of a metrics.jsonl, skipping truncated lines."""
     with files.open_regular(path) as file:
         return list(parse_records(file.read().splitlines()))
-
-
-def lost_steps(records: list[dict[str, Any]], step: int) -> str:
-    """The steps up to `step` without a record, as "4 to 6"; "" = none. Steps before the first
-    record do not count: a run may start from a different run's checkpoint."""
-    recorded = {record["step"] for record in records}
-    missing = [n for n in range(min(recorded, default=1), step + 1) if n not in recorded]
-    if len(missing) < 2:
-        return "".join(map(str, missing))
-    return f"{missing[0]} to {missing[-1]}"
 
 
 def with_prefixes(record: dict[str, Any]) -> dict[str, Any]:

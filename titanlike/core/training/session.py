@@ -265,11 +265,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
                 stages = layout(config, run.plan, mesh, data.description)
                 began = worker.stop_request.started
                 log_start(worker.run_dir, step, overrides, plain, stages, began)
-                records = JsonlSink(worker.run_dir / "metrics.jsonl", step, report_redone)
-                if records.lost and config.checkpoint.resume == "auto":
-                    text = f"metrics.jsonl has no record of step {records.lost}: "
-                    events.log("metrics", step, text + "it was removed, or cut off")
-                sinks += [records]
+                sinks.append(JsonlSink(worker.run_dir / "metrics.jsonl", step, report_redone))
                 if isinstance(config.logger, Wandb):
                     from titanlike.watch.wandb_sink import WandbSink
 
