@@ -142,8 +142,8 @@ def test_deferred_weight_gradients_match_in_compiled_blocks(
     deferred = DeferredWeightGradients(blocks, torch.device("cpu"))
     if save is not None:
         checkpoint_blocks(blocks, ["0", "1"], save)
-    before, compiled = graph_count(), CompiledBlocks(dynamic=False)
-    compiled.add(blocks, ["0", "1"])
+    before, compiled = graph_count(), CompiledBlocks(False, lambda stage: ["0", "1"])
+    compiled.on_stage(0, blocks, ())
     says_output = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters
     if kind is InPlace and save and not says_output:
         pytest.skip("2.11 does not say what an operator returned")

@@ -149,11 +149,11 @@ def _checkpoint_problems(
 
             yield from warm_start_hf.problems(config)
         elif newest is None and start_from is not None:
-            from titanlike.core.checkpoint.integrity import check_quick, open_header
+            from titanlike.core.checkpoint.integrity import open_header
             from titanlike.core.checkpoint.state_dict import matched_names
 
-            check_quick(folder := resolve("checkpoint.start_from", start_from))
-            matched_names(settings, open_header(folder), shapes)
+            header = open_header(resolve("checkpoint.start_from", start_from))
+            matched_names(settings, header, shapes)
     except DamagedCheckpoint as error:
         fix = "checkpoint.resume=/another/checkpoint"
         yield Problem("checkpoint", str(error.folder), str(error), fix)

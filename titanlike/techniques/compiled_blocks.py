@@ -30,7 +30,7 @@ class CompiledBlocks(Transform):
     def __init__(
         self,
         dynamic: bool,
-        blocks: Callable[[int], Iterable[str]] = lambda index: (),
+        blocks: Callable[[int], Iterable[str]],
         why_not: Callable[[str], str] = lambda block: "",
     ) -> None:
         """dynamic: sizes of activations differ between batches, and one graph serves all. blocks:
@@ -46,12 +46,9 @@ class CompiledBlocks(Transform):
         compiler.hide_checkpoint_warning()
 
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
-        self.add(stage, self._blocks(index))
-
-    def add(self, stage: nn.Module, blocks: Iterable[str]) -> None:
-        """Compile these blocks of a stage at their first run; call it before `fully_shard`, after
-        all else that replaces forwards."""
-        for name in blocks:
+        """Compile its blocks at their first run; call it before `fully_shard`, after all else that
+        replaces forwards."""
+        for name in self._blocks(index):
             block = stage.get_submodule(name)
             if any(map(has_statistics, block.modules())):
                 self.eager[name] = "its batch norm collects statistics"

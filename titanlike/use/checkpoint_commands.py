@@ -164,7 +164,7 @@ def condition(path: Storage) -> tuple[str, str]:
     the sizes of its files, and the reason."""
     try:
         if path.exists(MARKER):
-            integrity.check_quick(path)
+            integrity.open_header(path)
             return COMPLETE, ""
         if path.exists(DAMAGED_MARKER):
             reason = path.read(DAMAGED_MARKER).decode(errors="replace").partition("\n")[0]

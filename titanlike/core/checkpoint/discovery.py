@@ -88,9 +88,9 @@ def newest_complete(folder: Storage, rejected: Collection[str] = ()) -> Selectio
             continue
         try:
             if path.exists(MARKER):
-                from titanlike.core.checkpoint.integrity import check_quick
+                from titanlike.core.checkpoint.integrity import open_header
 
-                check_quick(path)
+                open_header(path)
                 selection.path = path
                 break
             if path.exists(DAMAGED_MARKER):

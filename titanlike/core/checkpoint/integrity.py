@@ -228,11 +228,6 @@ def check_sizes(folder: Storage, index: Index) -> None:
         raise damage
 
 
-def check_quick(folder: Storage) -> None:
-    """Check everything except the contents of the tensors' files."""
-    open_header(folder)
-
-
 def check_all(folder: Storage) -> None:
     """Check every file, including its contents."""
     for damage in damaged_files(folder):
@@ -348,7 +343,8 @@ class CheckpointHeader:
 
 
 def open_header(folder: Storage) -> CheckpointHeader:
-    """Read and check the small files of a committed checkpoint, and its files' sizes."""
+    """Read and check the small files of a committed checkpoint, and its files' sizes: all but the
+    contents of the tensors' files."""
     index = read_index(folder)
     check_sizes(folder, index)
     return CheckpointHeader(folder, read_state(folder, index), index, index.tensors)

@@ -52,10 +52,6 @@ class Runtime:
         default_factory=OrderedDict
     )
 
-    @property
-    def microbatches(self) -> int:
-        return self.order.microbatches
-
     def with_microbatches_of(self, size: int, fields: Fields) -> Runtime | None:
         """Make a runtime with equally many microbatches of `size` samples; None if the model's
         forward fails on them."""
@@ -175,7 +171,7 @@ class Pipeline:
         """This rank's entries of the vector of `forward_backward(each=True)`; losses: of its
         microbatches."""
         mesh, loss = self._mesh, runtime.loss
-        terms = torch.zeros(2, mesh.dp, runtime.microbatches, device=mesh.device)
+        terms = torch.zeros(2, mesh.dp, runtime.order.microbatches, device=mesh.device)
         if losses:  # the last stage is here
             terms[0, mesh.dp_rank] = torch.stack(losses).detach() / loss.scale
             equal = 1.0 / (loss.scale * terms[0].numel() * mesh.cp)

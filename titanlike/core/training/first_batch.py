@@ -191,7 +191,7 @@ class _Rows:
         batch = first[0]
         runtime: Runtime | None = run.pipeline.for_terms(len(batch["targets"]))
         assert runtime is not None
-        count = runtime.microbatches
+        count = runtime.order.microbatches
         size = len(batch["targets"]) // count
         if size == 1:
             runtime = runtime.with_microbatches_of(2, fields_of(batch))
@@ -219,7 +219,7 @@ class _Rows:
     def change_in_halves(self, plain: tuple[int, Tensor]) -> float:
         """Difference from the first arrangement when each half of a microbatch is one microbatch; 0
         if there are no halves, or the forward rejects them."""
-        size = len(self.places[0]) // self.runtime.microbatches
+        size = len(self.places[0]) // self.runtime.order.microbatches
         runtime = None
         if size % 2 == 0:
             runtime = self.runtime.with_microbatches_of(size // 2, fields_of(self.batch))
@@ -243,7 +243,7 @@ class _Rows:
     def _evaluate(self, runtime: Runtime, batch: Batch) -> Tensor:
         """Losses of each sample, or the sum of each microbatch, on the last stage's rank."""
         losses = self.run.pipeline.evaluate_each(batch, runtime)
-        count = len(batch["targets"]) // runtime.microbatches
+        count = len(batch["targets"]) // runtime.order.microbatches
         # a chunked loss is already a sum
         by_row = self.by_row and all(part.dim() for part in losses)
         parts = [
