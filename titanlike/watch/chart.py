@@ -48,13 +48,9 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A P2P send. way: "F" to the next stage, "B" to the previous one; stage: the sending one."""
+    """A P2P send."""
 
-    way: str
-    stage: int
-    mb: int
-    sender: int
-    receiver: int
+    sender: int  # pipeline rank
     start: float
     end: float
 
@@ -85,16 +81,11 @@ def write_trace(chart: Chart, path: Path) -> None:
 
 
 def _events(chart: Chart) -> Iterator[dict[str, Any]]:
-    def event(
-        ph: str, pid: int, tid: int, start: float | None = None, **rest: Any
-    ) -> dict[str, Any]:
-        when = {} if start is None else {"ts": 1e6 * start}
-        return {"ph": ph, "pid": pid, "tid": tid, **when, **rest}
-
     for rank, row in enumerate(chart.rows):
-        process = {"name": f"pipeline rank {rank}"}
-        yield event("M", rank, 0, name="process_name", args=process)
-        yield event("M", rank, 0, name="thread_name", args={"name": "device"})
+        names = {"process_name": f"pipeline rank {rank}", "thread_name": "device"}
+        for kind, name in names.items():
+            yield {"ph": "M", "pid": rank, "tid": 0, "name": kind, "args": {"name": name}}
         for span in row:
-            dur = 1e6 * (span.end - span.start)
-            yield event("X", rank, 0, span.start, dur=dur, name=span.words, cat=span.kind)
+            times = {"ts": 1e6 * span.start, "dur": 1e6 * (span.end - span.start)}
+            words = {"name": span.words, "cat": span.kind}
+            yield {"ph": "X", "pid": rank, "tid": 0, **times, **words}

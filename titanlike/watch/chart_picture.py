@@ -45,9 +45,9 @@ class _Shape(NamedTuple):
     label: str
 
 
-def draw(chart: Chart, path: Path, title: str = "") -> None:
-    """Write the chart to an .svg or .png file. title: replaces the chart's title."""
-    files.atomic_write_bytes(path, picture(chart, path.suffix.lstrip("."), title))
+def draw(chart: Chart, path: Path) -> None:
+    """Write the chart to an .svg or .png file."""
+    files.atomic_write_bytes(path, picture(chart, path.suffix.lstrip(".")))
 
 
 def inline_svg(chart: Chart) -> str:
@@ -56,7 +56,7 @@ def inline_svg(chart: Chart) -> str:
     return text[text.index("<svg") :]
 
 
-def picture(chart: Chart, kind: str, title: str = "") -> bytes:
+def picture(chart: Chart, kind: str) -> bytes:
     """Render the chart as the content of a file; kind: svg or png."""
     shapes, ranks = [*_shapes(chart)], len(chart.rows)
     lengths = sorted(shape.end - shape.start for shape in shapes if shape.kind in "FBIW")
@@ -91,7 +91,7 @@ def picture(chart: Chart, kind: str, title: str = "") -> bytes:
     patches = [Patch(color=KINDS[k][1], label=KINDS[k][0]) for k in KINDS if k in kinds]
     patches.append(Patch(facecolor=_IDLE, edgecolor="#cccccc", label="idle"))
     figure.legend(handles=patches, loc="outside lower left", ncols=6, fontsize=8, frameon=False)
-    figure.suptitle(title or chart.title, fontsize=10, x=0.01, ha="left", color=_INK)
+    figure.suptitle(chart.title, fontsize=10, x=0.01, ha="left", color=_INK)
     settings: dict[Any, Any] = {  # makes the file reproducible
         "svg.fonttype": "none",
         "svg.hashsalt": "plan",

@@ -49,15 +49,13 @@ class Profile:
         self._rank, self._folder = worker.rank, worker.run_dir / "profile"
         self._recorded: set[int] = set()  # steps recorded so far
         self._ranges = ProfilerRanges()
-        settings = config.profile
+        settings, mesh = config.profile, run.mesh
         assert isinstance(settings, MemoryProfile), "with a profile"
         self._over = False
         self._first, self._last = settings.steps
-        chosen = sorted({*settings.ranks}) or [
-            run.mesh.stage_ranks(pp)[0] for pp in range(run.mesh.pp)
-        ]
-        self._ranks = chosen
-        self._records, self._device = self._rank in chosen, run.mesh.device
+        first_ranks = [mesh.stage_ranks(pp)[0] for pp in range(mesh.pp)]
+        self._ranks = sorted({*settings.ranks}) or first_ranks
+        self._records, self._device = self._rank in self._ranks, mesh.device
         self._trace = isinstance(settings, TraceProfile)
         self._snapshots = not self._trace and has_memory_history(self._device)
         self._profiler: profile | None = None  # on ranks that record a trace, once started
@@ -199,8 +197,11 @@ class ProfilerRanges:
     def start_action(self, action: Any) -> None:
         if action is None:
             self._leave(2)
-        else:
-            self._enter(2, action_name(action))
+        elif (parsed := read_action(str(action))) is None:
+            self._enter(2, str(action))
+        else:  # 1F3: forward stage 1 microbatch 3
+            words, stage, mb = parsed
+            self._enter(2, f"{words} stage {stage}" + (f" microbatch {mb}" if mb else ""))
 
     def action_queued(self, action: Any, received: bool) -> None:
         """Ignored: the profiler records kernels itself."""
@@ -216,15 +217,6 @@ class ProfilerRanges:
     def _leave(self, depth: int) -> None:
         while len(self._open) > depth:
             self._open.pop().__exit__(None, None, None)
-
-
-def action_name(action: Any) -> str:
-    """Describe an action: 1F3 -> "forward stage 1 microbatch 3"."""
-    parsed = read_action(str(action))
-    if parsed is None:
-        return str(action)
-    words, stage, microbatch = parsed
-    return f"{words} stage {stage}" + (f" microbatch {microbatch}" if microbatch else "")
 
 
 def trace_profiler(device: torch.device, file: Callable[[], Path], **settings: Any) -> profile:

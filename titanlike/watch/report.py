@@ -229,17 +229,13 @@ def _spread_records(path: Path, count: int) -> list[dict[str, Any]]:
         if not size:
             return []
         with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as text:
-            begins = {
-                text.find(b"\n", position * size // count) + 1 for position in range(1, count)
-            } | {0}
-            begins.add(text.rfind(b"\n", 0, size - 1) + 1)
-            position, step = text.find(b'"val_loss"'), 1
-            while (
-                position >= 0
-            ):  # all validations if there are few, else about as many as a curve has points
+            begins = {0, text.rfind(b"\n", 0, size - 1) + 1}
+            begins |= {text.find(b"\n", part * size // count) + 1 for part in range(1, count)}
+            # all validations if there are few, else about as many as a curve has points
+            position = text.find(b'"val_loss"')
+            while position >= 0:
                 begins.add(text.rfind(b"\n", 0, position) + 1)
-                step = max(1, size // (4 * count))
-                position = text.find(b'"val_loss"', position + step)
+                position = text.find(b'"val_loss"', position + max(1, size // (4 * count)))
             ends = {begin: text.find(b"\n", begin) for begin in sorted(begins)}
             lines = (text[begin : end if end >= 0 else size] for begin, end in ends.items())
             return [*parse_records(lines)]

@@ -140,10 +140,8 @@ class Timeline:
         if mesh.world_size > 1:
             mesh.sum(failed)
         if self._worker.rank == 0:
-            if failed.item():
-                text = (
-                    f"timeline: {int(failed.item())} ranks could not write theirs, see their logs"
-                )
+            if count := int(failed.item()):
+                text = f"timeline: {count} ranks could not write theirs, see their logs"
             elif self._tried(self._merge):
                 command = shlex.join([*tool_program("timeline"), str(self._worker.run_dir)])
                 steps = f"step {step}" if self._first == step else f"steps {self._first} to {step}"
@@ -239,12 +237,10 @@ def events_of(marks: Sequence[tuple[float, _Entry]]) -> list[Span]:
             interrupted = []
         if now != before:
             if seconds > since:
-                kind, stage, microbatch = before
-                events.append(Span(kind, stage, microbatch, since, seconds))
+                events.append(Span(*before, since, seconds))
             since = seconds
     if marks[-1][0] > since:
-        kind, stage, microbatch = now
-        events.append(Span(kind, stage, microbatch, since, marks[-1][0]))
+        events.append(Span(*now, since, marks[-1][0]))
     return events
 
 

@@ -126,9 +126,7 @@ def simulate(
     skipped: dict[tuple[bool, int, int], float] = {}  # the same for skip connections
     pairs: dict[tuple[int, int], float] = {}  # when the stream of two ranks becomes free
 
-    def send(
-        forward: bool, stage: int, other: int, mb: int, computed: float, seconds: float
-    ) -> float:
+    def send(stage: int, other: int, computed: float, seconds: float) -> float:
         """Add a P2P transfer; returns when it has arrived."""
         rank, to = place[stage], place[other]
         if to == rank:
@@ -136,7 +134,7 @@ def simulate(
         pair = (rank, to) if rank < to else (to, rank)
         begin = max(computed, device[to], pairs.get(pair, 0.0))
         pairs[pair] = end = begin + seconds
-        messages.append(Transfer("F" if forward else "B", stage, mb, rank, to, begin, end))
+        messages.append(Transfer(rank, begin, end))
         return end
 
     position = [0] * ranks
@@ -177,10 +175,10 @@ def simulate(
             other = stage + (1 if forward else -1)
             times = stages[stage]
             seconds = times.sends_forward if forward else times.sends_backward
-            arrived[forward][other][mb] = send(forward, stage, other, mb, end, seconds)
+            arrived[forward][other][mb] = send(stage, other, end, seconds)
             for other, seconds in times.skips_forward if forward else times.skips_backward:
                 key = forward, other, mb
-                there = send(forward, stage, other, mb, end, seconds)
+                there = send(stage, other, end, seconds)
                 skipped[key] = max(there, skipped.get(key, 0.0))
         if sum(position) == before:
             waiting = ", ".join(str(order.ranks[rank][position[rank]]) for rank in todo)
