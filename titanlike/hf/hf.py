@@ -217,8 +217,7 @@ def _construct(settings: PreTrainedConfig, attention: str) -> Any:
     return model
 
 
-# --- masks and positions, from the batch alone
-# -----------------------------------------------------------
+# --- masks and positions, from the batch alone ----------------------------------------------------
 
 
 def _without_hidden_state(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -96,11 +96,10 @@ def read_config(transformers: Any, path: str) -> PreTrainedConfig:
         else:
             reason = "is not a folder; write model.path=..., one that save_pretrained wrote"
         raise ValueError(f"path={path}: {reason}")
+    local = {"local_files_only": True, "trust_remote_code": False}  # None asks on stdin
     try:
         check_sizes(folder)
-        settings = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )  # None asks on stdin
+        settings = transformers.AutoConfig.from_pretrained(folder, **local)
     except (ValueError, OSError) as error:
         raise ValueError(f"path={path}: its config.json: {_line(error)}") from None
     return settings.get_text_config() if settings.model_type in FAMILIES else settings

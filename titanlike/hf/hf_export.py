@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +46,7 @@ Write a checkpoint as a folder that transformers loads with AutoModelForCausalLM
 a run directory, of which the newest checkpoint is taken, or a checkpoint; a path or the URL of an object store."""
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run the command. The exit code is 2 if nothing could be written."""
     parser = argument_parser(_DESCRIPTION)
     parser.add_argument("run", metavar="RUN")
@@ -60,7 +59,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="data.tokenizer=PATH")
     parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
     arguments = parser.parse_intermixed_args(argv)
-    line = sys.argv[1:] if argv is None else argv
 
     def command() -> int:
         size = bytes_of(arguments.shard)
@@ -68,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--shard {arguments.shard}: not a size; write --shard 5GiB")
         say = partial(print, flush=True)
         check_places(arguments.settings)
-        consent = Consent(arguments.settings, line, arguments.trust_code)
+        consent = Consent(arguments.settings, argv, arguments.trust_code)
         how = {"ema": arguments.ema, "consent": consent}
         export(arguments.run, arguments.out, arguments.dtype, size, say, **how)
         return 0
@@ -132,8 +130,7 @@ def export(
     say(f"{folder}: {count} of {rows.folder}; {note}")
 
 
-# --- which tensors
-# -----------------------------------------------------------------------------------------
+# --- which tensors --------------------------------------------------------------------------------
 
 
 class Planned(NamedTuple):
@@ -250,8 +247,7 @@ def _reverted(
     return tensors
 
 
-# --- config, generation config and tokenizer
-# ----------------------------------------------------------------
+# --- config, generation config and tokenizer ------------------------------------------------------
 
 
 def _write_small_files(folder: Path, config: dict[str, Any], saved: SavedModel) -> str:
@@ -264,10 +260,8 @@ def _write_small_files(folder: Path, config: dict[str, Any], saved: SavedModel) 
     note = "without a tokenizer: the data were token ids"
     with contextlib.suppress(DataError):  # token files may be on another machine; reported below
         _, name, boundary = vocabulary(data)
-    if isinstance(data, TextData | HFData | ChatData | StreamData) and not getattr(
-        data, "ids_key", None
-    ):
-        name = data.tokenizer
+    if isinstance(data, TextData | HFData | ChatData | StreamData):
+        name = name if getattr(data, "ids_key", None) else data.tokenizer
     if name is not None:
         try:
             chat = find_template(data.template, name) if isinstance(data, ChatData) else None

@@ -61,18 +61,17 @@ class StoredWeights:
         source = self.sources[name]
         if source.form == "stacked":
             rows, *inside = place
-            parts = [self._matrix(keys, inside) for keys in source.rows[rows]]
+            parts = []
+            for keys in source.rows[rows]:
+                stored = [self.files.slice(key) for key in keys]
+                whole = stored[0] if len(keys) == 1 else torch.cat([part[:] for part in stored])
+                parts.append(whole[tuple(inside)])
             return torch.stack(parts).float() if parts else torch.empty(0, *shape[1:])[:, *inside]
         stored = self.files.slice(source.name)
         if source.form == "transposed":
             *first, rows, columns = place
             return stored[(*first, columns, rows)].mT.float()
         return (stored[place] if shape else self.files.tensor(source.name)).float()
-
-    def _matrix(self, keys: list[str], place: list[slice]) -> Tensor:
-        if len(keys) == 1:
-            return self.files.slice(keys[0])[tuple(place)]
-        return torch.cat([self.files.slice(key)[:] for key in keys])[tuple(place)]
 
     def mismatches(self, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
         """Yield what is missing or has another shape; reads only headers."""
@@ -168,7 +167,14 @@ class FolderWeights(StoredWeights):
         if missing := [name for name in first.values() if name not in sources]:
             remedy = "write model.weights=scratch, or copy the files again"
             raise ValueError(f"path={folder}: its files lack {some_names(missing)}; {remedy}")
-        self._check_unexpected([name for name in sources if name not in state])
+        ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+        ignored += [r"\.attn\.(masked_)?bias$", r"^lm_head\.weight$"]
+        unknown = (name for name in sources if name not in state)  # such as more layers
+        if left := [n for n in unknown if not any(re.search(part, n) for part in ignored)]:
+            raise ValueError(
+                f"path={folder}: the model has no {some_names(left)}, which its files have; use "
+                "its own config.json, or model.weights=scratch"
+            )
         return sources
 
     def _experts(
@@ -189,17 +195,6 @@ class FolderWeights(StoredWeights):
         if len(counts) != 1:
             raise ValueError(f"path={self._folder}: experts of {name} are missing; copy it again")
         return [list(keys) for keys in zip(*lists, strict=True)]
-
-    def _check_unexpected(self, names: list[str]) -> None:
-        """Raise ValueError for tensors that the model lacks, such as more layers."""
-        ignored = [*(self._model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-        ignored += [r"\.attn\.(masked_)?bias$", r"^lm_head\.weight$"]
-        left = [name for name in names if not any(re.search(part, name) for part in ignored)]
-        if left:
-            raise ValueError(
-                f"path={self._folder}: the model has no {some_names(left)}, which its files "
-                "have; use its own config.json, or model.weights=scratch"
-            )
 
 
 def _natural(key: str) -> list[tuple[bool, int, str]]:

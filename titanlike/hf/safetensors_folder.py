@@ -34,8 +34,10 @@ class SafetensorsFolder:
         self.folder = folder
         self._open: dict[str, Any] = {}
         # name of a tensor -> file
-        files = _indexed(folder)
-        self.files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE) if files is None else files
+        if (folder / INDEX).is_file():
+            self.files = _indexed(folder)
+        else:
+            self.files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
 
     def tensor(self, key: str) -> Tensor:
         return self._file(self.files[key]).get_tensor(key)
@@ -77,13 +79,10 @@ class _Index:
     weight_map: dict[str, str]  # tensor -> file
 
 
-def _indexed(folder: Path) -> dict[str, str] | None:
-    """Map tensor names to files; None without an index. Raises ValueError."""
-    index = folder / INDEX
-    if not index.is_file():
-        return None
+def _indexed(folder: Path) -> dict[str, str]:
+    """Map tensor names to files by the folder's index. Raises ValueError."""
     try:
-        files = as_record(read_object(index), _Index).weight_map
+        files = as_record(read_object(folder / INDEX), _Index).weight_map
         elsewhere = sorted({name for name in files.values() if Path(name).name != name})
     except (OSError, ValueError) as error:
         reason = f"path={folder}: {INDEX} is damaged ({error}); copy it again"

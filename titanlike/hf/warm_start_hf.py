@@ -12,7 +12,7 @@ from torch import nn
 from titanlike.core.checkpoint.reader import raise_on_all_ranks
 from titanlike.core.checkpoint.state_dict import sync_tied_copies
 from titanlike.core.checkpoint.storage import MOVED
-from titanlike.core.config.errors import ConfigError, Problem, override_text, some_names
+from titanlike.core.config.errors import ConfigError, Problem, Refused, override_text, some_names
 from titanlike.core.config.groups.jobs import Checkpoint
 from titanlike.core.config.imports import quiet_import
 from titanlike.core.config.schema import Config
@@ -24,12 +24,8 @@ from titanlike.hf.hf_names import FAMILIES, Counterpart, counterpart, whole_size
 from titanlike.hf.hf_weights import own_weights
 from titanlike.hf.safetensors_folder import has_weights
 
-PREFIX = "hf:"
-
-
-def is_folder(start_from: str | None) -> bool:
-    """Return whether `checkpoint.start_from` names a transformers folder, not a checkpoint."""
-    return start_from is not None and start_from.startswith(PREFIX)
+PREFIX = "hf:"  # of a `checkpoint.start_from` that names a transformers folder, not a checkpoint
+_KEY = "checkpoint.start_from"
 
 
 def problems(config: Config) -> Iterable[Problem]:
@@ -40,44 +36,41 @@ def problems(config: Config) -> Iterable[Problem]:
         fix = "checkpoint.rename=[]"
         yield Problem("checkpoint.rename", config.checkpoint.rename, reason, fix)
     try:
-        yield from _folder_problems(config, _path(config.checkpoint))
+        yield from _sizes_that_differ(config, _path(config.checkpoint))
     except ConfigError as error:
         yield from error.problems
+    except Refused as error:
+        yield error.problem
     except ValueError as error:  # raised for damaged files
-        yield Problem("checkpoint.start_from", location, str(error))
+        yield Problem(_KEY, location, str(error))
 
 
-def _folder_problems(config: Config, folder: Path) -> Iterable[Problem]:
-    model = resolve_model(config)
-    key, location = "checkpoint.start_from", config.checkpoint.start_from
+def _sizes_that_differ(config: Config, folder: Path) -> Iterable[Problem]:
+    """Yield problems of the model's sizes. Raises Refused for a folder of no use at all."""
+    model, location = resolve_model(config), config.checkpoint.start_from
     as_theirs = f"model=hf model.path={folder}"
     if model.name not in FAMILIES:
         reason = f"is for {' and '.join(FAMILIES)}, whose counterparts in transformers are known"
-        yield Problem(key, location, reason, f"{as_theirs} checkpoint.start_from=null")
-        return
+        raise Refused(_KEY, location, reason, f"{as_theirs} {_KEY}=null")
     if not (folder / "config.json").is_file() or not has_weights(folder):
-        fix = f"{key}=hf:/a/folder that has config.json and safetensors"
-        yield Problem(key, location, "there is no model of transformers in safetensors", fix)
-        return
+        fix = f"{_KEY}=hf:/a/folder that has config.json and safetensors"
+        raise Refused(_KEY, location, "there is no model of transformers in safetensors", fix)
     try:
         with quiet_import():
             import transformers
     except ImportError:
         reason = "transformers, which reads its config, is not installed"
-        yield Problem(key, location, reason, "pip install 'titanlike[hf]'")
-        return
+        raise Refused(_KEY, location, reason, "pip install 'titanlike[hf]'") from None
     settings = read_config(transformers, str(folder))
     kind, values = settings.model_type, settings.to_dict()
     ours = {theirs.model_type: name for name, several in FAMILIES.items() for theirs in several}
     if ours.get(kind) != model.name:
         fix = f"model.name={ours[kind]}" if kind in ours else as_theirs
-        yield Problem(key, location, f"is a {kind}, and the model a {model.name}", fix)
-        return
+        raise Refused(_KEY, location, f"is a {kind}, and the model a {model.name}", fix)
     theirs = next(theirs for theirs in FAMILIES[model.name] if theirs.model_type == kind)
     if other := theirs.unsupported(values):
         reason = f"has {', '.join(other)}, which model.name={model.name} does not compute"
-        yield Problem(key, location, reason, f"{as_theirs} checkpoint.start_from=null")
-        return
+        raise Refused(_KEY, location, reason, f"{as_theirs} {_KEY}=null")
     sizes, built = complete_arguments(model), build_model(model)
     wrong = [
         Problem(
@@ -90,7 +83,7 @@ def _folder_problems(config: Config, folder: Path) -> Iterable[Problem]:
     yield from wrong
     shapes = _stored_shapes(theirs, built)
     if not wrong and (lacks := list(own_weights(theirs, folder, shapes).mismatches(shapes))):
-        yield Problem(key, location, some_names(lacks), "copy the folder's files again")
+        yield Problem(_KEY, location, some_names(lacks), "copy the folder's files again")
 
 
 def _stored_shapes(theirs: Counterpart, model: nn.Module) -> dict[str, torch.Size]:

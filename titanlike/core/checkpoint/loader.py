@@ -90,7 +90,7 @@ class CheckpointLoader:
         from titanlike.hf import warm_start_hf
 
         settings = replace(self.config.checkpoint, start_from=location)
-        if warm_start_hf.is_folder(location):
+        if location.startswith(warm_start_hf.PREFIX):
             config = replace(self.config, checkpoint=settings)
             text = warm_start_hf.start_from_folder(config, self.stage_states, self.group)
         else:
