@@ -243,12 +243,9 @@ MISTAKES = {
     "show nowhere": "no checkpoint there",
     "verify nowhere": "no checkpoint there",
     "digest RUN nowhere": "B=nowhere",
-    "compare RUN RUN": "`digest A B` says",
-    "verify RUN --repair": "rename DAMAGED to COMMITTED",
     "consolidate nowhere x.safetensors": "CHECKPOINT=nowhere",
     "consolidate RUN no/folder/x.safetensors": "there is no folder",
     "consolidate RUN s3://bucket/x": "a local path",
-    "restore x RUN": "a checkpoint is a folder of safetensors",
     "list nosuch://bucket": "are kept in a local folder, or by one of file, ",
 }
 

@@ -26,6 +26,7 @@ from titanlike.core.config.errors import ConfigError
 from titanlike.core.config.groups.pipeline import CustomSchedule
 from titanlike.core.config.groups.user_code import Custom
 from titanlike.core.config.parse import to_plain
+from titanlike.core.config.received import Consent
 from titanlike.core.config.schema import Config
 from titanlike.core.data.registry import DataError, open_data
 from titanlike.core.models.registry import build_model
@@ -93,7 +94,7 @@ def test_a_checkpoint_cannot_make_a_library_run_its_code(
     folder = forged({"name": name, **library_calls(tmp_path)[name]})
     said = "of a library" if trusted else f"imports {name} .model.name.*--trust-code"
     with pytest.raises(ValueError, match=said):
-        load_model(str(folder), *CPU, trusted)
+        load_model(str(folder), *CPU, consent=Consent(trusted=trusted, files=True))
     assert not (tmp_path / "ran").exists()
 
 
@@ -139,7 +140,7 @@ def test_a_custom_model_is_imported_only_with_consent(
     assert not (tmp_path / "ran").exists()
     capsys.readouterr()
     monkeypatch.setattr(sys, "path", [*sys.path])
-    model = load_model(str(folder), *CPU, trust_code=True).model
+    model = load_model(str(folder), *CPU, consent=Consent(trusted=True)).model
     assert type(model).__name__ == "Model" and (tmp_path / "ran").exists()
     assert "imports theirs.Model (model.name), from " in capsys.readouterr().err
 

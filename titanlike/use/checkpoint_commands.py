@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import re
 import runpy
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -60,15 +59,9 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, str]]] = {
         {},
     ),
 }
-_GONE = {  # commands and options of earlier versions: what to do instead
-    "compare": "`digest A B` says whether two are equal; which tensors, safetensors' safe_open",
-    "restore": "a checkpoint is a folder of safetensors: copy it, or start_from=hf:FOLDER",
-    "--repair": "`verify CHECKPOINT` reads it; then rename DAMAGED to COMMITTED",
-    "--optimizer": "a checkpoint's folder has the optimizer's state, as safetensors",
-}
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run one command; return the exit code."""
     parser = argument_parser(_DESCRIPTION)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -80,11 +73,7 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument(f"--{option}", action="store_true", help=about)
         if name == "consolidate":
             command.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights")
-    words = sys.argv[1:] if argv is None else argv
-    flags = [word for word in words if word.startswith("--")]
-    if gone := next((word for word in [*words[:1], *flags] if word in _GONE), None):
-        parser.error(f"{gone}: is not there any more: {_GONE[gone]}")
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     codes: dict[type[Exception], int] = {DamagedCheckpoint: DIFFERENT}
     return exit_code(lambda: OK if _run(Console(steps=1), args) else DIFFERENT, codes)
 

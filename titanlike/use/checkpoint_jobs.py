@@ -135,13 +135,12 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
         reason = "samples of different lengths are not evaluated here"
         raise ConfigError([Problem("data", config.data.name, reason, "data=text or data=tokens")])
     if isinstance(data.train, Stream) and config.evaluate.part != "validation":
-        reason = "of a stream what was held out is evaluated, or validation.data"
-        problem = Problem("evaluate.part", config.evaluate.part, reason, "evaluate.part=validation")
-        raise ConfigError([problem])
+        reason, fix = "of a stream what was held out is evaluated, or validation.data", "validation"
+        key = "evaluate.part"
+        raise ConfigError([Problem(key, config.evaluate.part, reason, f"{key}={fix}")])
     if isinstance(data.train, Stream) and not (config.validation.every or config.validation.data):
-        reason = "of the stream nothing was held out"
-        problem = Problem("validation.every", 0, reason, "validation.data={path: another file}")
-        raise ConfigError([problem])
+        reason, fix = "of the stream nothing was held out", "validation.data={path: another file}"
+        raise ConfigError([Problem("validation.every", 0, reason, fix)])
     if not config.evaluate.batches and len(data.validation) >= ENDLESS:
         reason = f"data={config.data.name} has no end; so many batches of it are enough"
         raise ConfigError([Problem("evaluate.batches", 0, reason, "evaluate.batches=100")])
@@ -151,7 +150,13 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
         if own and isinstance(data.train, Stream) and not config.validation.data:
             _hold_out_as_the_run(data.train, config, newest, run.mesh.dp_rank)
         sources = _sources(config, data)
-        each = {n: _evaluate_source(run, config, data, source) for n, source in sources.items()}
+        each = {}
+        for name, source in sources.items():
+            sums = evaluate(run, config, source, config.evaluate.batches)
+            assert sums is not None, "it is not stopped"
+            nats, tokens = sums["loss"]
+            length = _bytes(source, config, data) if run.mesh.layers_rank == 0 else None
+            each[name] = Evaluation(nats, round(tokens), length)
     lengths = [one.bytes for one in each.values()]
     known = [length for length in lengths if length is not None]
     evaluation = Evaluation(
@@ -187,15 +192,6 @@ def _hold_out_as_the_run(stream: Stream, config: Config, checkpoint: Storage, dp
         raise ConfigError([error.problem]) from None
 
 
-def _evaluate_source(run: Run, config: Config, data: Data, source: Source) -> Evaluation:
-    """The loss of all samples, or of the first `evaluate.batches` batches. Collective."""
-    sums = evaluate(run, config, source, config.evaluate.batches)
-    assert sums is not None, "it is not stopped"
-    length = _bytes(source, config, data) if run.mesh.layers_rank == 0 else None
-    nats, tokens = sums["loss"]
-    return Evaluation(nats, round(tokens), length)
-
-
 def _sources(config: Config, data: Data) -> dict[str, Source]:
     """Name -> what is evaluated of the data; that of a validation set is its own."""
     kind, train = config.evaluate.part, data.train
@@ -206,19 +202,14 @@ def _sources(config: Config, data: Data) -> dict[str, Source]:
     return data.validations | ({} if data.validation is train else {"train": train})
 
 
-def _count(source: Source, config: Config) -> int:
-    """The number of sequences to evaluate."""
-    limit = config.evaluate.batches
-    return min(len(source), limit * config.batch_size) if limit else len(source)
-
-
 def _bytes(source: Source, config: Config, data: Data) -> int | None:
     """Count the bytes of the targets' text, up to a few where it is cut within a character."""
     if data.decode is None:
         return None
-    total = 0
-    for first in range(0, _count(source, config), _TOGETHER):
-        last = min(first + _TOGETHER, _count(source, config))
-        ids = torch.cat([source[i]["targets"].flatten() for i in range(first, last)])
+    total, count, limit = 0, len(source), config.evaluate.batches
+    numbers = range(min(count, limit * config.batch_size) if limit else count)
+    for first in range(0, len(numbers), _TOGETHER):
+        together = numbers[first : first + _TOGETHER]
+        ids = torch.cat([source[i]["targets"].flatten() for i in together])
         total += len(data.decode(ids[ids != IGNORE].tolist()).encode())
     return total

@@ -163,16 +163,14 @@ def load_model(
     location: str,
     device: torch.device,
     dtype: torch.dtype,
-    trust_code: bool = False,
     *,
     ema: bool = False,
-    consent: Consent | None = None,
+    consent: Consent = Consent(files=True),  # noqa: B008
 ) -> LoadedModel:
     """Load a model from a run, a checkpoint or a transformers folder.
 
-    ema: load the averaged weights; trust_code: whether a custom model may be imported and built;
-    consent: replaces trust_code in commands. Raises ValueError if it may not, if there is no model,
-    or if transformers is missing.
+    ema: load the averaged weights; consent: whether a custom model may be imported and built, and
+    files opened. Raises ValueError if not, if there is no model, or if transformers is missing.
     """
     folder = Path(location).expanduser()
     if (folder / "config.json").is_file():
@@ -182,7 +180,6 @@ def load_model(
             )
         return _from_folder(folder, device, dtype)
     rows = ShardReader.open("RUN", location, ema=ema)
-    consent = consent or Consent(trusted=trust_code, files=True)
     saved = saved_model(rows.folder, location, consent)
     tensors = len(rows.entries(MODEL))
     for key, count in saved.model.args.items() if saved.model.name in MODELS else ():
@@ -298,9 +295,7 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
             if (folder / "tokenizer.json").exists():
                 open_tokenizer(str(folder / "tokenizer.json"))  # refuses one without bounds
             config = transformers.AutoConfig.from_pretrained(folder, **settings)
-            config._attn_implementation = (
-                None  # the folder's may be a kernel to download from the hub
-            )
+            config._attn_implementation = None  # the folder's may be a kernel of the hub
             load: Any = transformers.AutoModelForCausalLM.from_pretrained
             model = load(folder, config=config, dtype=dtype, **settings).to(device).eval()
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):

@@ -45,7 +45,7 @@ Perplexity and bits a byte of a run's newest checkpoint, on its validation data 
 a run, a checkpoint or a folder of transformers. Results are written beside the checkpoint."""
 
 
-def generate_main(argv: list[str] | None = None) -> int:
+def generate_main(argv: list[str]) -> int:
     """Run `titanlike generate`; returns the exit code, 2 for a user's error."""
     parser = _parser(_GENERATE, "")
     text = "to be continued; may be given several times"
@@ -58,7 +58,7 @@ def generate_main(argv: list[str] | None = None) -> int:
     return _run(parser, argv, _generate)
 
 
-def evaluate_main(argv: list[str] | None = None) -> int:
+def evaluate_main(argv: list[str]) -> int:
     """Run `titanlike evaluate`; returns the exit code, 2 for a user's error."""
     parser = _parser(_EVALUATE, "of tasks: ")
     parser.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness")
@@ -86,11 +86,11 @@ def _parser(description: str, of: str) -> argparse.ArgumentParser:
 
 def _run(
     parser: argparse.ArgumentParser,
-    argv: list[str] | None,
+    argv: list[str],
     command: Callable[[argparse.Namespace], int],
 ) -> int:
     arguments = parser.parse_intermixed_args(argv)
-    arguments.line = sys.argv[1:] if argv is None else argv
+    arguments.line = argv
     if arguments.run is None:
         parser.error("which RUN? write the directory of a run, outputs/run")
     return exit_code(lambda: command(arguments))
@@ -207,34 +207,35 @@ def _perplexity(arguments: argparse.Namespace) -> int:
     layout. On data other than the run's, all of them are evaluated, not only the validation part.
     """
     run = Path(arguments.run).expanduser()
-    keys = [word.partition("=")[0] for word in arguments.settings]
+    words = arguments.settings
+    keys = [word.partition("=")[0] for word in words]
     is_run = (run / "config.yaml").exists()
     if not is_run and not (run / "config.json").is_file():
         fix = "write the directory of a run, which has a config.yaml"
         raise ValueError(f"RUN={run}: is no run directory; {fix}")
     # the run's own path is no other data: it is named to say that it may be read
     own = f"data.path={getattr(read_run(run).data, 'path', None)}" if is_run else ""
-    is_other = not is_run or any(
-        word.partition("=")[0] in ("data", "data.path") and word != own
-        for word in arguments.settings
-    )
+    others = [word for word in words if word.startswith(("data=", "data.path=")) and word != own]
+    is_other = not is_run or bool(others)
     part = ["evaluate.part=all"] if is_other and "evaluate.part" not in keys else []
     if is_other and is_run and not any(key.startswith("validation.data") for key in keys):
         part.append("validation.data=null")  # drop the run's own validation sets
     if is_run:
-        return _in_layout(arguments, [*part, *arguments.settings])
+        return _in_layout(arguments, [*part, *words])
     if arguments.ema:
         raise ValueError(f"--ema: {run} is a folder with one set of weights; write it without")
-    folder, words = quoted(str(run.absolute())), ["model=hf", "checkpoint.resume=never", *part]
-    words += [f"model.path={folder}", "model.weights=load"]
-    if "data.tokenizer" not in keys and not {"data=tokens", "data=synthetic"} & {
-        *arguments.settings
-    }:
-        words.append(f"data.tokenizer={folder}")
+    folder, line = quoted(str(run.absolute())), ["model=hf", "checkpoint.resume=never", *part]
+    line += [f"model.path={folder}", "model.weights=load"]
+    if "data.tokenizer" not in keys and not {"data=tokens", "data=synthetic"} & {*words}:
+        line.append(f"data.tokenizer={folder}")
     with tempfile.TemporaryDirectory(prefix="titanlike-") as written:
-        words += [f"run_dir={written}", "logger=none", *arguments.settings]
-        command = [*python(), "-m", "titanlike", "perplexity", *words]
-        return subprocess.call(command, env=child_environment())
+        return _job([*line, f"run_dir={written}", "logger=none", *words])
+
+
+def _job(words: list[str]) -> int:
+    """Run `titanlike perplexity` in a process of its own; returns the exit code."""
+    command = [*python(), "-m", "titanlike", "perplexity", *words]
+    return subprocess.call(command, env=child_environment())
 
 
 def _tasks(arguments: argparse.Namespace) -> int:
@@ -269,12 +270,9 @@ def _in_layout(arguments: argparse.Namespace, words: list[str]) -> int:
     run = Path(arguments.run).expanduser()
     path, config = run / "config.yaml", read_run(run)
     named, checkpoints = named_outside(config, run), run / "checkpoints"
-    if config.checkpoint.folder is None and checkpoints.is_symlink():
-        named |= (
-            {}
-            if is_inside([str(checkpoints)], run)
-            else {"checkpoint.folder": str(checkpoints.resolve())}
-        )
+    is_link = config.checkpoint.folder is None and checkpoints.is_symlink()
+    if is_link and not is_inside([str(checkpoints)], run):
+        named["checkpoint.folder"] = str(checkpoints.resolve())
     _consent(arguments).check(path, named)
     folder = run / "perplexity"
     paths = chain([folder], folder.rglob("*"))
@@ -282,6 +280,4 @@ def _in_layout(arguments: argparse.Namespace, words: list[str]) -> int:
         raise ValueError(f"{link}: is a link, and perplexity would write where it leads; remove it")
     with tempfile.TemporaryDirectory(prefix="titanlike-") as written:
         write_config(replace(config, run_dir=written), Path(written))
-        words = [f"run_dir={quoted(config.run_dir)}", *words]
-        command = [*python(), "-m", "titanlike", "perplexity", "--config-path", written, *words]
-        return subprocess.call(command, env=child_environment())
+        return _job(["--config-path", written, f"run_dir={quoted(config.run_dir)}", *words])

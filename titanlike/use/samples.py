@@ -28,9 +28,7 @@ from titanlike.core.training.build import Run
 from titanlike.use.sampling import Sampling, continue_texts, next_tokens
 
 FILE = "samples.jsonl"
-_LENGTH = (
-    64  # lengths are padded to a multiple of this, as each length needs its own pipeline runtime
-)
+_LENGTH = 64  # lengths are padded to a multiple: each one needs its own pipeline runtime
 
 
 class Sampler:
@@ -46,10 +44,8 @@ class Sampler:
         self._ends = data.ends | {data.boundary}
         self._prompts = [data.encode(text) for text in config.sample.prompts]
         if not all(self._prompts):
-            reason = "one of them has no tokens"
-            raise ConfigError(
-                [Problem("sample.prompts", config.sample.prompts, reason, "some text")]
-            )
+            given, reason = config.sample.prompts, "one of them has no tokens"
+            raise ConfigError([Problem("sample.prompts", given, reason, "some text")])
 
     def sample(self, seed: int) -> list[str]:
         """The text after each prompt, the same on all ranks."""

@@ -219,10 +219,8 @@ class TrainingRun:
 
     def __repr__(self) -> str:
         loss = f", loss {self.last.loss:.4f}" if self.last else ""
-        described = self._layout()
-        return (
-            f"<TrainingRun of {described['model']}: {described['mesh']}; step {self.steps}{loss}>"
-        )
+        described, step = self._layout(), f"step {self.steps}{loss}"
+        return f"<TrainingRun of {described['model']}: {described['mesh']}; {step}>"
 
     def _repr_html_(self) -> str:
         """Show the stages as a table, and the schedule as a picture, in notebooks."""
@@ -351,13 +349,11 @@ class TrainingRun:
     @functools.cached_property
     def _checkpointer(self) -> Checkpointer:
         """Created at the first save or load, on all ranks."""
-        rank, run_dir = self._worker.rank, self._worker.run_dir
+        rank, run_dir, states = self._worker.rank, self._worker.run_dir, self._run.stage_states
         if rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
         events = Events(run_dir, print if rank == 0 else None)
-        return Checkpointer(
-            self._run.stage_states, self.config, self.data, events, self.mesh.dp_rank
-        )
+        return Checkpointer(states, self.config, self.data, events, self.mesh.dp_rank)
 
 
 def _concatenated(outputs: Sequence[Any]) -> Any:
