@@ -88,6 +88,15 @@ EXAMPLE: list[Message] = [
 def open_data(data: ChatData, config: Config) -> Data:
     """Open or write the cache entry. Raises DataError for unreadable files, and for a part without
     answers."""
+
+    def read(folder: Path) -> tuple[dict[str, ChatSource], _About] | None:
+        used = PARTS if data.validation_fraction else PARTS[:1]  # 0 = nothing is held out
+        # of an entry that is missing, or is not what `_write` writes
+        with contextlib.suppress(OSError, ValueError, TypeError, IndexError):
+            about = read_object(folder / _META, _About)
+            return {n: ChatSource(folder / n, config.seq_len, data.documents) for n in used}, about
+        return None
+
     day = first_day(config.run_dir)
     template = find_template(data.template, data.tokenizer, data.parse_special, day)
     tokenizer = template.tokenizer
@@ -100,20 +109,16 @@ def open_data(data: ChatData, config: Config) -> Data:
     parts, about = cached(
         data.cache,
         f"chat-{cache_key([*content, template.source])}",
-        partial(_read_entry, config=config, data=data),
+        read,
         lambda folder: _write(folder, files, data, config.seq_len, template),
     )
     for part, source in parts.items():
         if not len(source):
-            reason = (
-                f"the {part} part has no conversation with an answer in {config.seq_len} tokens"
-            )
+            reason = f"the {part} part has no conversation with an answer in "
             fix = "give more, a larger seq_len, or another validation_fraction"
-            raise DataError("data.path", data.path, reason, fix)
-    held = parts.get("validation", parts["train"])
-    text = (
-        f"{data.path}: {about.conversations:,} conversations in {len(parts['train']):,} sequences"
-    )
+            raise DataError("data.path", data.path, f"{reason}{config.seq_len} tokens", fix)
+    train, held = parts["train"], parts.get("validation", parts["train"])
+    text = f"{data.path}: {about.conversations:,} conversations in {len(train):,} sequences"
     text += f" for training, {len(held):,} for validation" if data.validation_fraction else ""
     text += f"; loss on {about.answers:,} tokens of answers"
     text += f"; read as {', '.join(about.forms)}" if about.forms else ""
@@ -122,7 +127,7 @@ def open_data(data: ChatData, config: Config) -> Data:
     if about.dropped:
         text += f"; {about.dropped:,} have no answer within seq_len and were left out"
     return Data(
-        parts["train"],
+        train,
         held,
         vocab_size=tokenizer.vocab_size,
         description=text,
@@ -214,17 +219,6 @@ class _About:
     cut: int = 0
     dropped: int = 0
     forms: list[str] = field(default_factory=list)
-
-
-def _read_entry(
-    folder: Path, config: Config, data: ChatData
-) -> tuple[dict[str, ChatSource], _About] | None:
-    """Open the parts of an entry; None if it is missing, or is not what `_write` writes."""
-    used = PARTS if data.validation_fraction else PARTS[:1]  # 0 = nothing is held out
-    with contextlib.suppress(OSError, ValueError, TypeError, IndexError):
-        about = read_object(folder / _META, _About)
-        return {n: ChatSource(folder / n, config.seq_len, data.documents) for n in used}, about
-    return None
 
 
 def _write(
@@ -470,11 +464,8 @@ class ChatTemplate:
             line, _ = located("\n") if begin else ([], [])
             tokens, places = located("\n" * (begin > 0) + (part or ""), plain=plain)
             if tokens[: len(line)] == line:
-                tokens, places, begin = (
-                    tokens[len(line) :],
-                    places[len(line) :],
-                    begin - (begin > 0),
-                )
+                tokens, places = tokens[len(line) :], places[len(line) :]
+                begin -= begin > 0
             else:
                 tokens, places = located(part or "", plain=plain)
             ids += tokens

@@ -61,10 +61,8 @@ def conversation(row: Any, key: str) -> Conversation:
             return form, _messages([*before, *after], row), _json(row.get("tools"))
     names = [name for name, value in row.items() if _listed(value)]
     fix = f"data.messages_key={names[0]}" if names else ""
-    reason = (
-        f"has no conversation: no list of messages in {', '.join(lists)}, and no question with "
-    )
-    raise BadRow(f"{reason}an answer that is known (its fields are {', '.join(row)})", fix)
+    reason = f"has no conversation: no list of messages in {', '.join(lists)}, and no question "
+    raise BadRow(f"{reason}with an answer that is known (its fields are {', '.join(row)})", fix)
 
 
 def is_learned(message: Message) -> bool:

@@ -60,11 +60,8 @@ def saved_files(folder: Path) -> list[Path]:
     missing = next((file.name for file in files if not file.is_file()), None)
     if files and missing is None:
         return files
-    reason = (
-        f"{missing}, in its state.json, is no regular file"
-        if files
-        else "its state.json has no files"
-    )
+    reason = f"{missing}, in its state.json, is no regular file"
+    reason = reason if files else "its state.json has no files"
     raise DataError("data.path", folder, reason, "save it again, with save_to_disk")
 
 
@@ -75,9 +72,8 @@ def folder_splits(
     within. Raises DataError."""
     found = {file.relative_to(folder).as_posix(): file for file in files}
     configs = _configs(folder)
-    default = [
-        n for n, c in configs.items() if n == "default" or c.get("default") or len(configs) == 1
-    ]
+    alone = len(configs) == 1
+    default = [n for n, c in configs.items() if alone or n == "default" or c.get("default")]
     if subset is None and configs and not default:
         fix = f"data.subset={next(iter(configs))} (there are {', '.join(configs)})"
         raise DataError("data.subset", "null", "README.md describes several configurations", fix)
@@ -105,20 +101,17 @@ def _configs(folder: Path) -> dict[str, dict[str, Any]]:
         raise DataError("data.path", card, str(error), "correct it, or remove it") from None
     configs = plain.get("configs") if isinstance(plain, dict) else None
     named = [c for c in configs if isinstance(c, dict)] if isinstance(configs, list) else []
-    by_name = {str(config.get("config_name")): config for config in named}
-    return by_name
+    return {str(config.get("config_name")): config for config in named}
 
 
 def _patterns(patterns: Any) -> dict[str, list[str]]:
     """Return a card's patterns by split: of a text, a list of texts, or of {split, path}."""
     by_split: dict[str, list[str]] = {}
     for one in patterns if isinstance(patterns, list) else [patterns]:
-        split, paths = (
-            (one.get("split"), one.get("path")) if isinstance(one, dict) else ("train", one)
-        )
-        by_split.setdefault(str(split), []).extend(
-            map(str, paths if isinstance(paths, list) else [paths])
-        )
+        named = one if isinstance(one, dict) else {"split": "train", "path": one}
+        paths = named.get("path")
+        of_split = by_split.setdefault(str(named.get("split")), [])
+        of_split += map(str, paths if isinstance(paths, list) else [paths])
     return by_split
 
 

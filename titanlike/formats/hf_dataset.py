@@ -92,10 +92,9 @@ def check(data: HFData, config: Config) -> Iterator[Problem]:
             fix = f"give a folder of save_to_disk, or with files {' '.join(BUILDERS)}"
             yield Problem("data.path", data.path, "no data are in it", fix)
     elif data.path.startswith(("/", ".", "~")) or data.path.count("/") > 1:
-        fix = (
-            "give a folder that datasets has saved, files of Parquet, Arrow, JSON or CSV, or a name"
-        )
-        yield Problem("data.path", data.path, "there is no such file or folder", fix)
+        reason = "there is no such file or folder"
+        fix = "give a folder that datasets has saved, files of Parquet, Arrow, JSON or CSV, or "
+        yield Problem("data.path", data.path, reason, f"{fix}a name")
     elif data.revision is None:
         reason = "a dataset that changes on the hub would not be the same for a run that resumes"
         fix = "data.revision=main, or a commit"
@@ -197,12 +196,12 @@ def _opened(data: HFData) -> Any:
             rows = datasets.load_dataset(data.path, data.subset, split=data.split, **options)
         elif any((place / name).exists() for name in SAVED):
             if not re.fullmatch(r"\w[\w.]*", data.split):
-                reason, fix = (
-                    "save_to_disk's folders are read by split",
-                    "data.split=train data.rows=N",
-                )
-                raise DataError("data.split", data.split, reason, fix)
-            files = _checked(_of_split(_saved_splits(place), data))
+                reason, fix = "save_to_disk's folders are read by split", "data.split=train"
+                raise DataError("data.split", data.split, reason, f"{fix} data.rows=N")
+            names = split_names(place)
+            folders = {"": place} if names is None else {name: place / name for name in names}
+            saved = {n: [*map(str, saved_files(folder))] for n, folder in folders.items()}
+            files = _checked(_of_split(saved, data))
             rows = datasets.concatenate_datasets([datasets.Dataset.from_file(f) for f in files])
         else:
             kind, splits = _local_splits(place, data.subset)
@@ -229,13 +228,6 @@ def _checked(files: Iterable[str]) -> list[str]:
         if file.suffix.lower() in TABLES:
             open_table(file)
     return found
-
-
-def _saved_splits(folder: Path) -> dict[str, list[str]]:
-    """Return the Arrow files of a save_to_disk folder, by split; "" = it has no splits."""
-    names = split_names(folder)
-    places = {"": folder} if names is None else {name: folder / name for name in names}
-    return {name: [*map(str, saved_files(place))] for name, place in places.items()}
 
 
 def _local_splits(place: Path, subset: str | None) -> tuple[str, dict[str, list[str]]]:

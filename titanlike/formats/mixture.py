@@ -164,9 +164,11 @@ class Quotas:
 
     def deal(self) -> list[int]:
         """Return the number of sequences of each source in the next step."""
-        shares = self._shares_now()
+        if self._shares is None or not (self._constant or self._step > self._last + 1):
+            weights = [weight_at(points, self._step) for points in self._weights]
+            self._shares = [weight / sum(weights) for weight in weights]
         self._due = [
-            due + self._batch * share for due, share in zip(self._due, shares, strict=True)
+            due + self._batch * share for due, share in zip(self._due, self._shares, strict=True)
         ]
         need = [due - before for due, before in zip(self._due, self._dealt, strict=True)]
         dealt = [max(0, int(share // 1)) for share in need]
@@ -183,14 +185,6 @@ class Quotas:
     def _restart(self) -> None:
         self._step = 0
         self._due, self._dealt = [0.0] * len(self._weights), [0] * len(self._weights)
-
-    def _shares_now(self) -> list[float]:
-        if self._shares is not None and (self._constant or self._step > self._last + 1):
-            return self._shares
-        weights = [weight_at(points, self._step) for points in self._weights]
-        total = sum(weights)
-        self._shares = [weight / total for weight in weights]
-        return self._shares
 
 
 class MixtureSource:

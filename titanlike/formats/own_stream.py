@@ -88,8 +88,7 @@ class _Opener:
 
     def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
         rows = OwnRows(self, reader, readers)
-        checked = _Checked(rows, self.checks, f"of reader {reader}")
-        return Repeated(wrap(checked), self.repeat and whole, rows)
+        return Repeated(wrap(rows), self.repeat and whole, rows)
 
     def stream(self, reader: int, readers: int) -> Any:
         opened = self.call(reader=reader, readers=readers)
@@ -105,14 +104,13 @@ class _Opener:
             hashes = []
             for number in range(begin, end):
                 try:
-                    item = next(node)
+                    sample = next(node)
                 except StopIteration:
                     break
-                except Exception:
-                    if not number:
+                except Exception as error:
+                    if not number or isinstance(error, DataError):
                         raise
                     break  # raised again when training reads it
-                sample = self.checks.check(f"{number} of reader 0", item)
                 self.checks.first = self.checks.first or sample
                 hashes.append(hash_of(sample))
             return hashes
@@ -139,9 +137,10 @@ class _Opener:
         return draws
 
 
-class OwnRows(BaseNode[Any]):
-    """The items of a reader's stream, which each epoch opens anew. Without `state_dict` and
-    `load_state_dict`, or where these do not bring it back, a resume reads forward to its place.
+class OwnRows(BaseNode[Batch]):
+    """The samples of a reader's stream, which each epoch opens anew, compared with the first one.
+    Without `state_dict` and `load_state_dict`, or where these do not bring it back, a resume reads
+    forward to its place.
 
     What an item draws from the global generators depends on the seed, the reader, the epoch and the
     item's place in it alone.
@@ -201,11 +200,11 @@ class OwnRows(BaseNode[Any]):
             draws.seed(self._opener.config.seed, self._reader, self.epoch, place)
             yield
 
-    def next(self) -> Any:
+    def next(self) -> Batch:
         with self._reading(self._count):
             item = next(self._items)
         self._count += 1
-        return item
+        return self._opener.checks.check(f"{self._count - 1} of reader {self._reader}", item)
 
     def get_state(self) -> State:
         saved = self._opener.restores and self.has_state
@@ -227,27 +226,3 @@ def _has_shuffle_buffer(stream: Any) -> bool:
         found += [getattr(part, "ex_iterable", None)] * hasattr(part, "ex_iterable")
         found += getattr(part, "ex_iterables", ())
     return False
-
-
-class _Checked(BaseNode[Batch]):
-    """Samples compared with the first one."""
-
-    def __init__(self, source: OwnRows, checks: CheckedSource, whose: str) -> None:
-        super().__init__()
-        self._source, self._checks, self._whose = source, checks, whose
-        self.in_order = False
-
-    def reset(self, initial_state: State | None = None) -> None:
-        super().reset(initial_state)
-        state = initial_state or {"count": 0, "source": None}
-        self._count = state["count"]
-        self._source.reset(state["source"])
-        self.in_order = self._source.in_order
-
-    def next(self) -> Batch:
-        item = next(self._source)
-        self._count += 1
-        return self._checks.check(f"{self._count - 1} {self._whose}", item)
-
-    def get_state(self) -> State:
-        return {"count": self._count, "source": self._source.state_dict()}

@@ -63,13 +63,10 @@ def open_data(data: StreamData, config: Config) -> Data:
     )
 
 
-def _check_readers(data: StreamData, config: Config) -> Iterator[Problem]:
+def _check_sources(data: StreamData, config: Config) -> Iterator[Problem]:
     if importlib.util.find_spec("torchdata") is None:
         raise missing_package("data", "stream", "torchdata", "stream")
     yield from reader_problems(config, data.readers)
-
-
-def _check_sources(data: StreamData, config: Config) -> Iterator[Problem]:
     yield from held_out_problems(config)
     if data.sources:
         yield from check_weights(data.sources)
@@ -99,7 +96,7 @@ def _check_section(data: StreamData, config: Config) -> Iterator[Problem]:
         yield error.problem
 
 
-CHECKS = (text.check_tokenizer, text.check_stand_in, _check_readers, _check_sources)
+CHECKS = (text.check_tokenizer, text.check_stand_in, _check_sources)
 
 
 def _sections(data: StreamData) -> dict[str, StreamData]:
@@ -115,12 +112,10 @@ def _token_files(data: StreamData) -> TokenSet | None:
     """Return a source's token files, which are read by index, or None. Raises DataError if they
     were written with a different tokenizer."""
     place = Path(data.path or "").expanduser()
-    if data.path is None or not (
-        place.suffix in (".bin", ".npy") or (place / token_folder.INDEX).exists()
-    ):
+    is_index = data.path is not None and (place / token_folder.INDEX).exists()
+    if not is_index and place.suffix not in (".bin", ".npy"):
         return None
-    ours, section = open_tokenizer(data.tokenizer), _token_section(data)
-    files = tokens.read_tokens(section)
+    ours, files = open_tokenizer(data.tokenizer), tokens.read_tokens(_token_section(data))
     if files.tokenizer and open_tokenizer(files.tokenizer).fingerprint != ours.fingerprint:
         fix = f"data.tokenizer={files.tokenizer}"
         raise DataError("data.path", data.path, "was written with another tokenizer", fix)
@@ -129,12 +124,8 @@ def _token_files(data: StreamData) -> TokenSet | None:
 
 def _token_section(data: StreamData) -> TokenData:
     ours = open_tokenizer(data.tokenizer)
-    return TokenData(
-        path=data.path or "",
-        documents=data.documents,
-        vocab_size=ours.vocab_size,
-        boundary=ours.boundary,
-    )
+    of_tokenizer: dict[str, Any] = {"vocab_size": ours.vocab_size, "boundary": ours.boundary}
+    return TokenData(path=data.path or "", documents=data.documents, **of_tokenizer)
 
 
 def read_by_index(data: StreamData) -> TextData | HFData | TokenData:
@@ -162,10 +153,8 @@ def _dataset(data: StreamData) -> HFData | None:
             return None
     elif not place.exists() and (os.sep in data.path[:1] or data.path[:1] in ".~"):
         return None
-    common = {
-        key: getattr(data, key) for key in ("path", "subset", "split", "revision", "text_key")
-    }
-    return HFData(**common, tokenizer=data.tokenizer)
+    keys = ("path", "subset", "split", "revision", "text_key", "tokenizer")
+    return HFData(**{key: getattr(data, key) for key in keys})
 
 
 @dataclass(frozen=True)
@@ -201,57 +190,37 @@ class _ReadsText:
         return [*parts, weights]
 
     def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
-        from titanlike.formats.stream_nodes import Mixed
-
-        opened = {}
-        for name, section in _sections(self.data).items():
-            seed = seed_of(self.seed, name) if name else self.seed
-            opened[name] = self._open(section, reader, readers, seed, wrap, whole)
-        if not self.data.sources:
-            return opened[""]
-        weights: list[Points] = [points_of(s["weight"]) for s in self.data.sources.values()]
-        return Mixed(opened, weights, self.seed)
-
-    def _open(
-        self,
-        data: StreamData,
-        reader: int,
-        readers: int,
-        seed: int,
-        wrap: Callable[[Any], Any],
-        whole: bool,
-    ) -> Any:
+        from titanlike.formats import stream_nodes as nodes
         from titanlike.formats.packed import PackedSource
-        from titanlike.formats.stream_nodes import (
-            DatasetRows,
-            Indexed,
-            Packed,
-            Repeated,
-            Rows,
-            Shuffled,
-            parts_of,
-        )
 
-        if (files := _token_files(data)) is not None:
-            boundary = files.boundary if data.documents else None
-            source = PackedSource(files.files, self.seq_len, files.vocab_size, boundary)
-            indexed = Indexed(source, reader, readers, seed)
-            return Repeated(wrap(indexed), data.repeat and whole, indexed)
-        section = _dataset(data)
-        if section is None:
-            parts = parts_of(text.find_files(data.path), readers)
-            rows: Any = Rows(parts, data.text_key, reader, readers, seed)
-            dataset = rows
-        else:
-            dataset = hf_dataset.streamed(section, reader, readers)
-            rows = DatasetRows(dataset, data.text_key)
-        # the stream also ends if an epoch has no sample but held-out ones
-        repeated = Repeated(wrap(rows), data.repeat and whole, dataset)
-        packed = Packed(repeated, self.tokenizer, self.seq_len)
-        size = -(-data.shuffle_buffer // readers)
-        if not whole or size <= 1:
-            return packed
-        return Shuffled(packed, size, (seed * 1000003 + reader) % (1 << 62))
+        def opened(data: StreamData, seed: int) -> Any:
+            if (files := _token_files(data)) is not None:
+                boundary = files.boundary if data.documents else None
+                source = PackedSource(files.files, self.seq_len, files.vocab_size, boundary)
+                indexed = nodes.Indexed(source, reader, readers, seed)
+                return nodes.Repeated(wrap(indexed), data.repeat and whole, indexed)
+            section = _dataset(data)
+            if section is None:
+                parts = nodes.parts_of(text.find_files(data.path), readers)
+                rows: Any = nodes.Rows(parts, data.text_key, reader, readers, seed)
+                dataset = rows
+            else:
+                dataset = hf_dataset.streamed(section, reader, readers)
+                rows = nodes.DatasetRows(dataset, data.text_key)
+            # the stream also ends if an epoch has no sample but held-out ones
+            repeated = nodes.Repeated(wrap(rows), data.repeat and whole, dataset)
+            packed = nodes.Packed(repeated, self.tokenizer, self.seq_len)
+            size = -(-data.shuffle_buffer // readers)
+            if not whole or size <= 1:
+                return packed
+            return nodes.Shuffled(packed, size, (seed * 1000003 + reader) % (1 << 62))
+
+        if not self.data.sources:
+            return opened(self.data, self.seed)
+        sections = _sections(self.data).items()
+        sources = {n: opened(section, seed_of(self.seed, n)) for n, section in sections}
+        weights: list[Points] = [points_of(s["weight"]) for s in self.data.sources.values()]
+        return nodes.Mixed(sources, weights, self.seed)
 
     def finish(self, item: Any) -> Batch:
         if isinstance(item, dict):  # a sample of a token file

@@ -158,7 +158,10 @@ class StreamSource(Stream):
                 if block.error is not None:
                     raise block.error
             if all(block.states is not None for block in step_blocks):
-                self._keep(step, {r: s for b in step_blocks for r, s in (b.states or {}).items()})
+                states = {r: s for b in step_blocks for r, s in (b.states or {}).items()}
+                self._states[step] = states
+                for old in sorted(self._states)[:-4]:  # a rollback goes back a few steps at most
+                    del self._states[old]
             ends = any(block.ends for block in step_blocks)
             if ends:
                 self.ends = step
@@ -178,12 +181,6 @@ class StreamSource(Stream):
                 if waiting is not None:
                     yield waiting
                 return
-
-    def _keep(self, step: int, states: dict[int, Tensor]) -> None:
-        self._states[step] = states
-        old = sorted(self._states)[:-4]  # a rollback goes back a few steps at most
-        for other in old:
-            del self._states[other]
 
     # --- checkpoints --------------------------------------------------------------------------
 
@@ -281,10 +278,8 @@ class StreamSource(Stream):
             fix = "validation.batches=1, or more data"
             raise DataError("validation.batches", self.held_batches, reason, fix)
         if resumed and held < size:
-            reason = (
-                f"the run holds out {held // each} batches since its beginning and has trained "
-            )
-            reason += "on others"
+            reason = f"the run holds out {held // each} batches since its beginning and has "
+            reason += "trained on others"
             fix = f"validation.batches={held // each}" if held >= each else "validation.every=0"
             fix += ", or a set of its own: validation.data={path: FILE}"
             raise DataError("validation.batches", self.held_batches, reason, fix)

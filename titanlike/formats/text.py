@@ -104,10 +104,6 @@ def check_first_records(path: str | None, text_key: str) -> None:
         next(documents([file], text_key), None)
 
 
-def _check_files(data: TextData, config: Config) -> None:
-    check_first_records(data.path, data.text_key)
-
-
 def check_stand_in(data: TextData | StreamData, config: Config) -> Iterator[Problem]:
     """Yield an error if a model with a large vocabulary would train on data.path=null, which suits
     small ones."""
@@ -131,7 +127,11 @@ def check_stand_in(data: TextData | StreamData, config: Config) -> Iterator[Prob
         yield Problem("data.path", "null", reason, fix)
 
 
-CHECKS = (check_tokenizer, _check_files, check_stand_in)
+CHECKS = (
+    check_tokenizer,
+    lambda data, _: check_first_records(data.path, data.text_key),
+    check_stand_in,
+)
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -330,9 +330,8 @@ def text_of(row: Any, text_key: str) -> str | None:
     if values and isinstance(values[0], str | None):
         # JSON can contain a lone surrogate, which is not a character: it becomes "?"
         return values[0] and values[0].encode(errors="replace").decode()
-    fixes = [
-        as_override("data.text_key", n) for n, value in fields.items() if isinstance(value, str)
-    ]
+    texts = [name for name, value in fields.items() if isinstance(value, str)]
+    fixes = [as_override("data.text_key", name) for name in texts]
     fixes += [f"data=hf data.ids_key={n}" for n, value in fields.items() if is_ids(value)]
     reason = f"has no field {text_key} (its fields are {', '.join(fields)})"
     if values:

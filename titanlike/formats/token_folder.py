@@ -182,10 +182,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     try:
         as_record(index, _Index)
         names = [as_record(entry, Entry).name for entry in index["files"]]
-        if odd := next(
-            (name for name in names if Path(name).name != name or len(name) > 255), None
-        ):
-            raise ValueError(f"names {odd[:200]}, which is not in it")
+        if odd := [name for name in names if Path(name).name != name or len(name) > 255]:
+            raise ValueError(f"names {odd[0][:200]}, which is not in it")
         if len({*names}) < len(names):
             raise ValueError("names a file twice")
     except ValueError as error:
@@ -236,10 +234,8 @@ def cached_corpus(
 
     def write(folder: Path) -> None:
         if not write_corpus(folder, documents, vocabulary, fraction):
-            what = "text" if vocabulary.boundary is not None else "ids"
-            raise DataError(
-                "data.path", data.path, f"it contains no {what}", "give files with some"
-            )
+            reason = f"it contains no {'text' if vocabulary.boundary is not None else 'ids'}"
+            raise DataError("data.path", data.path, reason, "give files with some")
 
     return cached(data.cache, cache_key([FORMAT, source, vocabulary, fraction]), read, write)
 

@@ -125,10 +125,9 @@ def foreign_index(folder: Path, index: dict[str, object]) -> DataError | None:
         if key in index:
             code = f"import json; {opened.format(folder=repr(str(folder)))}; "
             code += "[print(json.dumps({'text': r['text']})) for r in d]"
-            fix = (
-                f'Write its texts as JSONL: python -c "{code}" > texts.jsonl, and write data=text '
-            )
-            fix += "data.path=texts.jsonl; or read it in a function of your own (docs/data.md)"
+            fix = f'Write its texts as JSONL: python -c "{code}" > texts.jsonl, and write '
+            fix += "data=text data.path=texts.jsonl; or read it in a function of your own "
+            fix += "(docs/data.md)"
             return DataError("data.path", folder, f"is a data set of {whose}", fix)
     return None
 

@@ -57,7 +57,6 @@ from titanlike.formats.tokenizer import TOKENIZER, Tokenizer, open_tokenizer, wr
 BAD = "bad.jsonl"
 _UNIT = 1 << 26  # bytes of files
 _EVERY = 5.0  # seconds between lines of progress
-_COUNTS = ("text_bytes", "bad_records")
 _MOST_NAMED = 100  # bad records listed per unit; all are counted
 
 _DESCRIPTION = """\
@@ -87,7 +86,7 @@ class RefusedRecord(DataError):
     """An unreadable record, when bad records are not skipped."""
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run the command. Returns the exit code: 1 for a bad record or damaged files, 2 for another
     user error."""
     parser = argument_parser(_DESCRIPTION)
@@ -195,8 +194,7 @@ def _init_worker(parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already a process per core
 
 
-# --- the plan
-# ---------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 def _plan(files: list[Path], settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -229,8 +227,7 @@ def _check_plan(out: Path, plan: dict[str, Any]) -> None:
         raise DataError("OUT", out, reason, "give a new folder, or remove this one")
 
 
-# --- a unit
-# ----------------------------------------------------------------------------------------
+# --- a unit ---------------------------------------------------------------------------------------
 
 
 def _name(number: int) -> str:
@@ -278,8 +275,7 @@ def _tokenize_unit(out: str, number: int, paths: list[str], settings: Settings) 
     return unit
 
 
-# --- the end
-# -----------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 def _finish(out: Path, count: int, settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -293,5 +289,6 @@ def _finish(out: Path, count: int, settings: Settings, tokenizer: Tokenizer) -> 
     if settings.tokenizer != "bytes":
         (out / TOKENIZER).mkdir(exist_ok=True)
         write_tokenizer(settings.tokenizer, out / TOKENIZER)
-    counts = {name: sum(getattr(unit, name) for unit in done) for name in _COUNTS}
-    return write_index(out, vocabulary_of(tokenizer), done, **counts)
+    text_bytes = sum(unit.text_bytes for unit in done)
+    bad = sum(unit.bad_records for unit in done)
+    return write_index(out, vocabulary_of(tokenizer), done, text_bytes=text_bytes, bad_records=bad)

@@ -311,9 +311,8 @@ class SentencePieceTokenizer:
         try:
             import sentencepiece
         except ImportError:
-            raise missing_package(
-                "data.tokenizer", path, "sentencepiece", "sentencepiece"
-            ) from None
+            package = "sentencepiece"
+            raise missing_package("data.tokenizer", path, package, package) from None
         self.content = read_bytes(path, _MOST_BYTES)
         self._model = sentencepiece.SentencePieceProcessor()
         try:

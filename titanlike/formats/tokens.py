@@ -48,9 +48,8 @@ def open_data(data: TokenData, config: Config) -> Data:
     what = ", ".join(map(str, _paths(data)))
     what += f" in {len(tokens.files):,} files" if len(tokens.files) > 1 else ""
     forms = {file.form for file in (*tokens.files, *tokens.held)} - {""}
-    forms |= {f"{', '.join(file.path.name for file in tokens.held)} for validation"} - {
-        " for validation"
-    }
+    if held := ", ".join(file.path.name for file in tokens.held):
+        forms.add(f"{held} for validation")
     what += f" ({'; '.join(sorted(forms))})" if forms else ""
     return packed_data(config, tokens, tokenizer, what)
 

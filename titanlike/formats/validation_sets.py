@@ -33,9 +33,8 @@ def sections(config: Config) -> dict[str, Any]:
     """Return the section of each set by name, "" for a single one. Raises DataError."""
     given = config.validation.data or {}
     several = all(isinstance(own, dict) for own in given.values())
-    return {
-        n: _section(config, _key(n), own) for n, own in (given if several else {"": given}).items()
-    }
+    sets = given if several else {"": given}
+    return {name: _section(config, _key(name), own) for name, own in sets.items()}
 
 
 def _key(name: str) -> str:
@@ -140,14 +139,8 @@ def open_sets(data: Data, config: Config) -> Data:
         # a stream's samples are not read yet
         known = [] if isinstance(data.train, Stream) else [data.train, opened.validation]
         same_lengths = data.variable is opened.variable is None
-        forms = [
-            {
-                name: f"{list(x.shape) if same_lengths else ''} {x.dtype}"
-                for name, x in one[0].items()
-                if name != REAL
-            }
-            for one in known
-        ]
+        form = lambda x: f"{list(x.shape) if same_lengths else ''} {x.dtype}"  # noqa: E731, B023
+        forms = [{n: form(x) for n, x in one[0].items() if n != REAL} for one in known]
         if (data.variable is None) != (opened.variable is None) or forms[:1] != forms[1:]:
             reason = f"has samples of {forms[-1:]}, and the training data of {forms[:1]}"
             raise DataError(key, section.name, reason, "the same fields, dtypes and shapes in both")
