@@ -304,7 +304,7 @@ def test_a_process_alone_ends_even_where_nothing_can_be_written(tmp_path: Path) 
 
 
 def beats(count: int, **changes) -> dict[int, Beat]:
-    start = Beat(0, 5, time.time(), "n1", 10, 12, "data", "0B2", 0.0, 30.0, "frames", "f.py", True)
+    start = Beat(0, 5, time.time(), "n1", 10, 12, "data", "0B2", 30.0, "frames", "f.py", True)
     return {rank: replace(start, rank=rank, pid=10 + rank, **changes) for rank in range(count)}
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from titanlike.core.config import files
@@ -132,30 +132,25 @@ def adopt_slurm() -> None:
     if "RANK" in env or env.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return
     try:
-        _adopt_step(env)
+        tasks = tasks_of_nodes(env["SLURM_STEP_TASKS_PER_NODE"])
+        if "MASTER_ADDR" not in env:
+            nodes = env["SLURM_STEP_NODELIST"]
+            env["MASTER_ADDR"] = "localhost" if len(tasks) == 1 else _address(nodes)
+        if "MASTER_PORT" not in env:
+            number = int(env["SLURM_JOB_ID"]) * _STEPS + int(env["SLURM_STEP_ID"])
+            env["MASTER_PORT"] = str(_PORTS[number % len(_PORTS)])
+        env.update(
+            RANK=env["SLURM_PROCID"],
+            LOCAL_RANK=env["SLURM_LOCALID"],
+            WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],
+            LOCAL_WORLD_SIZE=str(tasks[int(env["SLURM_NODEID"])]),
+        )
     except KeyError as missing:
         reason = "is not set, while SLURM_STEP_NUM_TASKS is"
         fix = "pass all SLURM_* variables to the container, or unset SLURM_STEP_NUM_TASKS"
         raise ConfigError([Problem(str(missing.args[0]), "", reason, fix)]) from None
     except ValueError as error:
         raise ConfigError([Problem("SLURM_*", "", str(error), "start by srun anew")]) from None
-
-
-def _adopt_step(env: MutableMapping[str, str]) -> None:
-    tasks = tasks_of_nodes(env["SLURM_STEP_TASKS_PER_NODE"])
-    if "MASTER_ADDR" not in env:
-        env["MASTER_ADDR"] = (
-            "localhost" if len(tasks) == 1 else _address(env["SLURM_STEP_NODELIST"])
-        )
-    if "MASTER_PORT" not in env:
-        number = int(env["SLURM_JOB_ID"]) * _STEPS + int(env["SLURM_STEP_ID"])
-        env["MASTER_PORT"] = str(_PORTS[number % len(_PORTS)])
-    env.update(
-        RANK=env["SLURM_PROCID"],
-        LOCAL_RANK=env["SLURM_LOCALID"],
-        WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],
-        LOCAL_WORLD_SIZE=str(tasks[int(env["SLURM_NODEID"])]),
-    )
 
 
 def tasks_of_nodes(text: str) -> list[int]:
@@ -213,9 +208,7 @@ class RestartState:
         folder = Path(tempfile.gettempdir()) / f"titanlike-agents-{os.getuid()}"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            if (
-                folder.lstat().st_uid != os.getuid()
-            ):  # a different user could then choose our run_dir
+            if folder.lstat().st_uid != os.getuid():  # who could then choose our run_dir
                 return cls()
         except OSError:
             return cls()

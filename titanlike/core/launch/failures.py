@@ -197,9 +197,8 @@ def peer_failed(run_dir: Path, rank: int) -> bool:
 
     Polled by every rank while stopping, so the directory is listed only after an error exists.
     """
-    return (run_dir / _FAILED).exists() and any(
-        path != error_path(run_dir, rank) for path in _error_paths(run_dir)
-    )
+    own, some = error_path(run_dir, rank), (run_dir / _FAILED).exists()
+    return some and any(path != own for path in _error_paths(run_dir))
 
 
 def root_cause(

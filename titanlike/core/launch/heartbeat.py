@@ -43,7 +43,6 @@ class Beat:
     step: int
     doing: str  # "build", "load", "data", "validation", "save": the phase of the job
     action: str  # of the schedule, "1F3"; "" before the first, "after" after the last
-    since: float  # when that action began, seconds since the epoch
     seconds: float  # time without progress, by the monotonic clock
     frames: str = ""  # if stale: the innermost frames of its thread, as in a traceback
     at: str = ""  # the innermost frame: "model.py:12 in forward"

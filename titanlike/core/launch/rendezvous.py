@@ -86,7 +86,15 @@ def barrier(
         messages = {other: text for other, text in _arrived(store, arrived).items() if text}
         store.set(complete, json.dumps([*messages.items()]))
         return messages if listens else {}
-    if not _completes(worker, complete, timeout, failed_come):
+    if failed_come or timeout < DATA_TIMEOUT:
+        came = False
+        # one wait, not several short ones: torch warns twice of each that ends by its time
+        with contextlib.suppress(RuntimeError):
+            store.wait([complete], timedelta(seconds=timeout))
+            came = True
+    else:
+        came = _poll(worker, complete, timeout)
+    if not came:
         missing = sorted({*range(worker.world_size)} - _arrived(store, arrived).keys())
         who = f"rank {in_words(missing)} did not reach"
         if not missing:
@@ -99,18 +107,6 @@ def barrier(
             missing,
         )
     return dict(json.loads(store.get(complete))) if listens else {}
-
-
-def _completes(worker: Rank, key: str, timeout: float, failed_come: bool) -> bool:
-    """Wait for the last rank; returns whether it has come in time. Raises PeerFailed."""
-    assert worker.store is not None
-    if failed_come or timeout < DATA_TIMEOUT:
-        # one wait, not several short ones: torch warns twice of each that ends by its time
-        with contextlib.suppress(RuntimeError):
-            worker.store.wait([key], timedelta(seconds=timeout))
-            return True
-        return False
-    return _poll(worker, key, timeout)
 
 
 def _poll(worker: Rank, key: str, timeout: float = math.inf) -> bool:

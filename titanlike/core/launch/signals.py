@@ -169,10 +169,9 @@ def interruptible(
     process. It also does so if a signal was deferred, but a different rank has failed. Handlers
     that the code inside installs replace this one.
     """
+    # a sweep's launcher may run jobs in threads, where Python allows no handlers
     if threading.current_thread() is not threading.main_thread():
-        yield (
-            lambda: 0
-        )  # a sweep's launcher may run jobs in threads, where Python allows no handlers
+        yield lambda: 0
         return
     with _SignalWatcher(report, stop or StopRequest(), grace) as watcher:
         yield lambda: watcher.fatal

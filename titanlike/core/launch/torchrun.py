@@ -30,6 +30,7 @@ import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from titanlike.core.config.groups.jobs import Launch
@@ -117,7 +118,7 @@ class TorchrunRanks:
             job, restart_state = task
             self.restart_state.adopt_newest([restart_state])
             job, stop = Job.from_json(job), StopRequest()
-            interrupted = partial(self._interrupted, job)
+            interrupted = partial(self._interrupted, job.run_dir)
             try:
                 with interruptible(interrupted, stop, grace=0):
                     self._run(job, stop)
@@ -131,12 +132,11 @@ class TorchrunRanks:
             self._store.set(f"released/{self.rank}", "")
         return task
 
-    def _interrupted(self, job: Job, interrupted: Interrupted) -> None:
+    def _interrupted(self, run_dir: Path, interrupted: Interrupted) -> None:
         """Report that a signal ended this rank, marked as a consequence: a rank that ends without a
         report would be taken for the root cause."""
         with contextlib.suppress(OSError):
-            failure = Failure(self.rank, str(interrupted), "", True, time.time())
-            write_failure(job.run_dir, failure)
+            write_failure(run_dir, Failure(self.rank, str(interrupted), "", True, time.time()))
 
     def _next_task(self) -> Any:
         """Wait for the next (job as JSON, restart state), or the exit code if there are no more."""
@@ -200,10 +200,8 @@ class TorchrunRanks:
                 return result
             missing = getattr(error, "missing", ())
             if failure is not None and failure.transport and missing and not stop.received:
-                text = (
-                    f"rank {in_words(missing)} ended or does not respond: its peers have lost it, "
-                )
-                text += f"and it did not report an error within {GRACE:g} s"
+                text = f"rank {in_words(missing)} ended or does not respond: its peers have lost "
+                text += f"it, and it did not report an error within {GRACE:g} s"
                 failure = Failure(self.rank, text, "", False, time.time(), names_rank=True)
             failure = failure or describe(self.rank, error)
             with contextlib.suppress(OSError):

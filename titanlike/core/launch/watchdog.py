@@ -176,25 +176,23 @@ class Watchdog:
 
     def _observe(self) -> Beat:
         """Return what this rank is doing now; `Heartbeat` sets the beat's number."""
-        since, step, phase, action = self._since, self._step, self._phase, self._action
+        step, phase, action = self._step, self._phase, self._action
         if (mark := self._unfinished) is not None:
-            since, step, phase, action = self._device_since, mark.step, mark.phase, mark.action
+            step, phase, action = mark.step, mark.phase, mark.action
         age = monotonic() - self._last_progress()
         frames, position, waits = "", "", False
         if age > min(self._limit, self._shortest) / 2:
             frames, position, waits = innermost_frames(self._thread_id)
             waits = waits if mark is None else mark.received
-        now = time.time()
         return Beat(
             rank=self._worker.rank,
             number=0,
-            time=now,
+            time=time.time(),
             host=self._host,
             pid=os.getpid(),
             step=step,
             doing=phase,
             action=AFTER if action is None else str(action),
-            since=now - (monotonic() - since),
             seconds=age,
             frames=frames,
             at=position,

@@ -162,9 +162,7 @@ def run_alone(
         if "torch.distributed" in sys.modules:
             import torch.distributed as dist
 
-            if (
-                dist.is_initialized()
-            ):  # the job failed; a sweep's next job initializes its own group
+            if dist.is_initialized():  # the job failed; a sweep's next one has its own group
                 dist.destroy_process_group()
 
 
