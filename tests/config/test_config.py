@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 
 from support.command_lines import examined
 from titanlike.core.config.errors import ConfigError, Problem
-from titanlike.core.config.groups.jobs import Checkpoint, Verify
+from titanlike.core.config.groups.jobs import Checkpoint
 from titanlike.core.config.groups.pipeline import CustomSchedule
 from titanlike.core.config.groups.user_code import Custom, CustomOptimizer, Model
 from titanlike.core.config.keys import Paths, field_problems
@@ -366,11 +366,3 @@ def test_a_path_with_control_characters_is_refused() -> None:
         assert [problem.key for problem in found] == ["run_dir", "checkpoint.folder"]
         assert all(str(problem).isprintable() for problem in found)
         assert not problems(Config(run_dir=found[0].fix.partition("=")[2]))
-
-
-def test_a_runs_config_of_an_earlier_version_lacks_a_choice_that_came_later() -> None:
-    plain = to_plain(Config())
-    assert plain["verify"].pop("name") == "auto"
-    plain["verify"]["steps"] = 5
-    config, problems = parse(plain)
-    assert problems == [] and config.verify == Verify("auto", 5)

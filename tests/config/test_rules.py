@@ -166,7 +166,8 @@ def test_each_rule_between_keys_has_its_row() -> None:
     configs = [parse(row)[0] for row in rows]
     rules = validate.RULES + validate.MESH_RULES + validate.STEP_RULES + validate.EXACT_RULES
     for rule in rules:
-        assert any(rule.broken(config) for config in configs), rule
+        of_exact = rule in validate.EXACT_RULES
+        assert any(rule.broken(c) for c in configs if c.exact or not of_exact), rule
 
 
 def test_numbers_out_of_bounds_are_told_with_the_rules_between_keys() -> None:

@@ -15,7 +15,6 @@ from support.commands import shell
 from support.paths import ROOT
 from support.typed import typed
 from titanlike.core.config import validate
-from titanlike.core.config.other_frameworks import FORMER
 from titanlike.core.config.overrides import in_full
 from titanlike.core.config.parse import parse
 from titanlike.core.config.schema import OPEN_GROUPS
@@ -58,7 +57,8 @@ NOT_KEYS = {
 NOT_KEYS |= {"validation.data.path"}  # of a section of data, whose keys are checked there
 NOT_KEYS |= {"temperature", "timeline"}  # of titanlike generate; short for timeline.enabled
 # the changelog says what to use instead
-NOT_KEYS |= {"sweep.submit", "sweep.wait", *FORMER}
+NOT_KEYS |= {"sweep.submit", "sweep.wait", "sweep.share", "launch.elastic"}
+NOT_KEYS |= {"warn_zero_gradients", "optimizer.state_dtype"}
 
 
 def commands(text: str) -> list[str]:
@@ -141,7 +141,7 @@ def test_the_overrides_of_commands_are_right() -> None:
             known = not own and "experiment=" not in line and reason(line) is None
             if not known or "generate.py" in line or "evaluate.py" in line:
                 continue
-            config, wrong = parse(typed(each for word in overrides for each in in_full(word)))
+            config, wrong = parse(typed(map(in_full, overrides)))
             assert [*wrong, *validate.problems(config)] == [], f"{page}: {line}"
             seen += bool(overrides)
     assert seen > 25

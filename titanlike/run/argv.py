@@ -94,8 +94,8 @@ def _overrides(words: list[str]) -> Iterator[str | InvalidOverride]:
                 typed.append(words.pop(0))
             if (flag and "=" in word) or typed[-1] not in (word, "="):
                 pass  # it has its value
-            elif words and _is_value(words[0]):
-                typed.append(words.pop(0))
+            elif words and "=" not in words[0] and not re.match(r"-+[A-Za-z]|[~+]", words[0]):
+                typed.append(words.pop(0))  # a value
         else:
             typed += [words.pop(0) for _ in range(_unclosed(word, words))]
         if len(typed) == 1 and re.match(r"~|[+]*[A-Za-z][^=\s]*=.|[^=]+=$", word):
@@ -107,10 +107,6 @@ def _overrides(words: list[str]) -> Iterator[str | InvalidOverride]:
             key, value = [*re.split(r"\s*[=:]\s*|\s+", text.lstrip("-"), maxsplit=1), ""][:2]
             key = key.replace("-", "_") if flag else key
             yield InvalidOverride(text, key or text, re.sub(r"\s+", "", value) or "true")
-
-
-def _is_value(word: str) -> bool:
-    return "=" not in word and not re.match(r"-+[A-Za-z]|[~+]", word)
 
 
 def _unclosed(word: str, following: list[str]) -> int:
@@ -146,7 +142,7 @@ def complete_args(args: argparse.Namespace) -> None:
             given.append(text[1:] if text.startswith("+experiment=") else text)
     args.overrides = given
     _complete_choices(args)
-    args.overrides = [to_hydra(word) for text in args.overrides for word in in_full(text)]
+    args.overrides = [to_hydra(in_full(text)) for text in args.overrides]
     if extra:
         args.overrides.append(f"hydra.searchpath=[{','.join(map(quoted, extra))}]")
 
@@ -198,12 +194,7 @@ def _finished(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     if not isinstance(config, dict) or "_self_" not in (config.get("defaults") or ()):
         return None
-    if not all(isinstance(config.get(group), dict) for group in _GROUPS):
-        return None
-    from titanlike.core.config.other_frameworks import without_former_keys  # for no other command
-
-    without_former_keys(config)
-    return config
+    return config if all(isinstance(config.get(group), dict) for group in _GROUPS) else None
 
 
 def parse_override(text: str, loader: ConfigLoaderImpl | None = None) -> Override | None:
@@ -232,10 +223,6 @@ class ConfigFiles(ConfigRepository):
         result = super().load_config(config_path)
         if result is None:
             return result
-        if foreign and not name:
-            from titanlike.core.config.other_frameworks import without_former_keys
-
-            without_former_keys(result.config)
         if in_files:
             _complete(result, group, name)
         if group != "experiment":

@@ -237,8 +237,8 @@ class Advice:
             same[:0] = similar(key, same)
         plural = [name for name in inside if name == f"{key}s"]
         for near in plural or (*same, *similar(key, names), *similar(key, inside)):
-            words = in_full(f"{near}={value}")
-            if not near.endswith(".name") and self.fitting(*words) == as_typed(words):
+            word = in_full(f"{near}={value}")
+            if not near.endswith(".name") and self.fitting(word) == as_typed([word]):
                 return as_typed([f"{near}={value}"]), ""
         return "", f"the key is {plural[0]}" if plural else ""
 

@@ -17,6 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from titanlike.core.config.files import leaves
+
 REDACTED = "***"
 _MIN_LENGTH = 8  # characters; shorter values of environment variables are ignored
 _USER = re.compile(r"""(?<=://)[^\s/?\#'"@:]*:[^\s/?\#'"]*(?=@)""")  # user:password@
@@ -91,18 +93,13 @@ def redact_value(key: str, value: Any) -> Any:
 
 def find_secrets(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted key, reason) for each secret in a plain config."""
-    if isinstance(plain, dict):
-        for name, item in plain.items():
-            yield from find_secrets(item, f"{key}.{name}".lstrip("."))
-    elif isinstance(plain, (list, tuple)):
-        for index, item in enumerate(plain):
-            yield from find_secrets(item, f"{key}[{index}]")
-    elif _names_secret(key, plain):
-        yield redact(key), "it is a secret by its name"
-    elif redact(text := f"{key}={plain}" if isinstance(plain, str) else key) != text:
-        names = (name for name, secret in _environment_secrets() if secret in text)
-        variable = f"it contains the value of the environment variable {next(names, '')}"
-        yield redact(key), "it is a URL with a password" if _USER.search(text) else variable
+    for name, value in leaves(plain, key):
+        if _names_secret(name, value):
+            yield redact(name), "it is a secret by its name"
+        elif redact(text := f"{name}={value}" if isinstance(value, str) else name) != text:
+            variables = (each for each, secret in _environment_secrets() if secret in text)
+            reason = f"it contains the value of the environment variable {next(variables, '')}"
+            yield redact(name), "it is a URL with a password" if _USER.search(text) else reason
 
 
 def _names_secret(key: str, value: Any) -> bool:

@@ -87,6 +87,18 @@ def check_depth(value: Any, most: int = 64) -> None:
             check_depth(item, most - 1)
 
 
+def leaves(plain: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of all that is neither a mapping nor a list in plain data."""
+    if isinstance(plain, dict):
+        for name, item in plain.items():
+            yield from leaves(item, f"{key}.{name}".lstrip("."))
+    elif isinstance(plain, list | tuple):
+        for index, item in enumerate(plain):
+            yield from leaves(item, f"{key}[{index}]")
+    else:
+        yield key, plain
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
@@ -99,12 +111,11 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     a FIFO, or more than `most` bytes."""
     try:
         with open_regular(path) as file:
-            data: bytes | None = (
-                file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
-            )
+            size = os.fstat(file.fileno()).st_size
+            data: bytes = file.read(most + 1) if size <= most else b""
     except NotRegularFile:
         raise ValueError("is not a regular file") from None
-    if data is None or len(data) > most:
+    if max(size, len(data)) > most:
         raise ValueError(f"is larger than {most >> 20} MiB")
     return data
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.core.config.errors import nearest
+from titanlike.core.config.files import leaves
 from titanlike.core.config.parse import to_plain
 from titanlike.core.config.schema import Config
 
@@ -117,9 +118,8 @@ def of_a_library(path: str, imported: Any, *kinds: type) -> str:
 
 def imports_line(path: str, named: str) -> str:
     """Return the line shown before the code at an import path runs. named: the key that names it."""
-    return _line(
-        path, named, _place(path.rpartition(".")[0]) or f"the working directory, {os.getcwd()}"
-    )
+    place = _place(path.rpartition(".")[0]) or f"the working directory, {os.getcwd()}"
+    return f"imports {path} ({named}), from {place}"
 
 
 def outside(plain: Mapping[str, Any], hydra: Mapping[str, Any]) -> Iterator[str]:
@@ -129,12 +129,8 @@ def outside(plain: Mapping[str, Any], hydra: Mapping[str, Any]) -> Iterator[str]
     plain: a config as plain dicts. hydra: its section for Hydra.
     """
     for key, path in named_code(plain, hydra):
-        if (place := _place(path.rpartition(".")[0])) is not None:
-            yield _line(path, key, place)
-
-
-def _line(path: str, named: str, place: str) -> str:
-    return f"imports {path} ({named}), from {place}"
+        if _place(path.rpartition(".")[0]) is not None:
+            yield imports_line(path, key)
 
 
 def named_code(plain: Mapping[str, Any], hydra: Any) -> Iterator[tuple[str, str]]:
@@ -148,7 +144,10 @@ def named_code(plain: Mapping[str, Any], hydra: Any) -> Iterator[tuple[str, str]
             yield ".".join(filter(None, ("validation.data", str(name), "name"))), str(own["name"])
     for name, path in _mapping(_mapping(plain.get("metrics")).get("own")).items():
         yield f"metrics.own.{name}", str(path)
-    yield from _hydra_imports(hydra, "hydra")
+    for key, value in leaves(hydra, "hydra"):  # except Hydra's own classes
+        named = key.rpartition(".")[2] in _HYDRA_KEYS and isinstance(value, str)
+        if named and not _is_hydras(value):
+            yield key, value
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -163,18 +162,6 @@ def outside_code(config: Config) -> dict[str, str]:
         for key, path in named_code(to_plain(config), {})
         if key != "lr.name" and not path.startswith("titanlike.")
     }
-
-
-def _hydra_imports(section: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (key, import path) of what Hydra's section names, except Hydra's own classes."""
-    if isinstance(section, (list, tuple)):
-        section = {str(index): item for index, item in enumerate(section)}
-    if not isinstance(section, Mapping):
-        return
-    for name, value in section.items():
-        if name in _HYDRA_KEYS and isinstance(value, str) and not _is_hydras(value):
-            yield f"{key}.{name}", value
-        yield from _hydra_imports(value, f"{key}.{name}")
 
 
 def _is_hydras(path: str) -> bool:

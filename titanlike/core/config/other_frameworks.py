@@ -8,24 +8,11 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FORMER: dict[str, Any] = {  # keys that titanlike had, and their defaults
-    "evaluate.every": 0,
-    "evaluate.tasks": [],
-    "evaluate.task_files": [],
-    "evaluate.limit": None,
-    "evaluate.device": "cpu",
-    "evaluate.timeout": 3600.0,
-    "launch.elastic": False,
-    "split.run": None,
-    "sweep.share": None,
-    "warn_zero_gradients": 20,
-    "optimizer.state_dtype": "fp32",
-}
 _ON, _OFF = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", "null")
 
 
@@ -66,18 +53,6 @@ def other_names(key: str) -> list[str]:
     return keys.split()
 
 
-def without_former_keys(config: Any) -> None:
-    """Remove from an older run's config the keys that titanlike had, where they have their
-    defaults."""
-    for name, default in FORMER.items():
-        *sections, key = name.split(".")
-        section: Any = config
-        for each in sections:
-            section = section.get(each) if isinstance(section, Mapping) else None
-        if isinstance(section, MutableMapping) and key in section and section[key] == default:
-            section.pop(key)
-
-
 @functools.cache
 def _table() -> dict[str, dict[str, Any]]:
     """Load the file: each name in another framework and its entry."""
@@ -103,10 +78,8 @@ def _normalized(text: str) -> str:
 
 def _fill(template: str, value: str, context: Context) -> str:
     """Fill a template with values; an expression with a non-number is left as the value itself."""
-    # sharded: a dp of at least 2, so that FSDP shards
-    numbers: dict[str, Any] = {"60": 60.0, "100": 100.0, "sharded": max(context.dp, 2)} | asdict(
-        context
-    )
+    numbers: dict[str, Any] = {"60": 60.0, "100": 100.0} | asdict(context)
+    numbers["sharded"] = max(context.dp, 2)  # so that FSDP shards
     numbers["count"] = 1 + value.count(",") if value.startswith("[") else value
 
     def filled(match: re.Match[str]) -> str:

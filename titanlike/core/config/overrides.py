@@ -23,12 +23,10 @@ def key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
-def in_full(override: str) -> list[str]:
+def in_full(override: str) -> str:
     """Expand a short override: timeline=true."""
-    key, _, value = override.partition("=")
-    if key in SHORT:
-        return [f"{SHORT[key]}={value}"]
-    return [override]
+    key, equals, value = override.partition("=")
+    return f"{SHORT.get(key, key)}{equals}{value}"
 
 
 def to_hydra(override: str) -> str:

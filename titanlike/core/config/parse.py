@@ -114,10 +114,6 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
     """Convert a group's choice; None, and a problem, if there is none."""
     variants = VARIANTS.get(group, {})
-    kinds = {*variants.values()}
-    if isinstance(plain, dict) and "name" not in plain and len(kinds) == 1:
-        # an older run's config, from when the group had keys but no choices
-        plain = {"name": kinds.pop().name, **plain}
     if not isinstance(plain, dict) or not isinstance(plain.get("name"), str):
         example = next(iter(variants), "llama_tiny")
         has_name = isinstance(plain, dict)
@@ -316,7 +312,9 @@ def write_config(config: Config, run_dir: Path) -> None:
     import yaml
     from omegaconf import OmegaConf
 
-    settings = yaml.safe_dump(hydra_sections())
+    shipped = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
+    overrides = [item for item in shipped["defaults"] if str(item).startswith("{'override")]
+    settings = yaml.safe_dump({"defaults": ["_self_", *overrides], "hydra": shipped["hydra"]})
     plain = to_plain(config)
     plain["data"].pop("changed", None)  # applies to one launch only
     text = (
@@ -348,12 +346,3 @@ def in_folder(plain: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]
         return value
 
     return moved(plain), before
-
-
-def hydra_sections() -> dict[str, Any]:
-    """Return the parts of config.yaml that configure Hydra."""
-    import yaml
-
-    shipped = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
-    overrides = [item for item in shipped["defaults"] if str(item).startswith("{'override")]
-    return {"defaults": ["_self_", *overrides], "hydra": shipped["hydra"]}

@@ -76,10 +76,8 @@ def tool_program(name: str) -> list[str]:
     if last.name == "train.py" and (script := last.parent / "tools" / f"{name}.py").exists():
         return [*words[:-1], str(script)]
     if last.suffix == ".py":  # a user's own program, or a copy of train.py alone
-        return [
-            *(["titanlike"] if shutil.which("titanlike") else ["python", "-m", "titanlike"]),
-            name,
-        ]
+        words = ["titanlike"] if shutil.which("titanlike") else ["python", "-m", "titanlike"]
+        return [*words, name]
     return [*(words[:-1] if words[-1] == "train" else words), name]
 
 

@@ -2,24 +2,30 @@
 
 `read_run` parses config.yaml as YAML, without Hydra and interpolations: the keys of its model, data
 and layout. `named_outside` finds code, and files outside of the run, that these name. Nothing of it
-is imported or opened unless the user names it, too, has launched the run (`known_runs`), or passes
+is imported or opened unless the user names it, too, has launched the run (`note_launch`), or passes
 --trust-code (`Consent`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import grp
+import hashlib
+import json
+import os
+import pwd
 import shlex
+import stat
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from titanlike.core.config import known_runs
 from titanlike.core.config.errors import as_override
+from titanlike.core.config.files import atomic_write_text, leaves
 from titanlike.core.config.groups.data import ChatData, HFData, StreamData, TextData
 from titanlike.core.config.imports import imports_line, named_code
 from titanlike.core.config.overrides import key_of, with_choices
@@ -94,12 +100,12 @@ def named_outside(
         unread = {"data.cache", "data.path" if reads_text else ""}
     for group, keys in PLACES.items():
         used = group in groups or (group == "data" and "tokenizer" in groups)
-        for key in (
-            keys if used and f"{group}.name" not in code else ()
-        ):  # of user code: an argument
+        used = used and f"{group}.name" not in code  # of user code it is an argument
+        for key in keys if used else ():
             value, name = plain[group].get(key), f"{group}.{key}"
             known = name in unread or (name, value) == ("data.tokenizer", "bytes")
-            if not known and not is_inside(_texts(value), root):
+            texts = [text for _, text in leaves(value) if isinstance(text, str)]
+            if not known and not is_inside(texts, root):
                 outside[name] = value
     return outside
 
@@ -169,23 +175,69 @@ class Consent:
             )
 
 
+# --- runs that this user has launched -------------------------------------------------------------
+#
+# As direnv keeps what it is allowed to run: a launch leaves an empty file in the user's state folder,
+# whose name is a hash of the run's folder, its config.yaml, and the places of all code and files that
+# this names. A run that was copied or changed, or whose code would come from elsewhere, has another
+# hash.
+
+
 def note_launch(run: Path) -> None:
     """Note that this user launches a run, if its config names something outside of it. Without
     effect where that cannot be written."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         if named := named_outside(read_run(run), run):
-            known_runs.note(run, named)
+            atomic_write_text(_note_of(run, named), "", sync=False)
 
 
 def _launched(place: Path) -> dict[str, Any]:
     """Return what the config of the run of a file or checkpoint names outside of it, if this user
-    has launched it so; else {}."""
+    has launched it so, and nobody else can write to the place in it; else {}."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         for run in place.absolute().parents[:2]:
             if (run / "config.yaml").is_file():
                 named = named_outside(read_run(run), run)
-                return named if known_runs.is_noted(run, named, place) else {}
+                note = _note_of(run, named)
+                private = map(_is_private, (run / "config.yaml", place, note))
+                return named if note.is_file() and all(private) else {}
     return {}
+
+
+def _note_of(run: Path, named: Mapping[str, Any]) -> Path:
+    places = {
+        key: imports_line(str(value), key) if key.endswith(".name") else os.path.abspath(str(value))
+        for key, value in named.items()
+    }
+    config = hashlib.sha256((run / "config.yaml").read_bytes()).hexdigest()
+    text = json.dumps([str(run.resolve()), config, places])
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    return state.absolute() / "titanlike" / "runs" / hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_private(place: Path) -> bool:
+    """Whether a file or folder is this user's, and only they and root may change or replace it."""
+    path = place.resolve()
+    for depth, each in enumerate((path, *path.parents)):
+        status = each.stat()
+        mode, theirs = status.st_mode, status.st_uid != os.getuid()
+        others = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_own_group(status.st_gid))
+        replaceable = others and (depth < 2 or not mode & stat.S_ISVTX)  # sticky, as /tmp
+        if replaceable or (theirs and (depth == 0 or status.st_uid != 0)):
+            return False
+    return True
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether a group is this user's alone, with which a umask of 002 is usual."""
+    try:
+        group = grp.getgrgid(gid)
+        return group.gr_name == pwd.getpwuid(os.getuid()).pw_name and not group.gr_mem
+    except KeyError:
+        return False
+
+
+# --- what leads out of a run ----------------------------------------------------------------------
 
 
 def refuse_links(run: Path, files: Iterable[Path] = ()) -> None:
@@ -207,12 +259,3 @@ def is_inside(texts: Iterable[str], root: str | Path) -> bool:
         return all(each.resolve().is_relative_to(folder) for each in inner)
     except (OSError, ValueError, RuntimeError):  # missing, or not a path
         return False
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in plain data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)

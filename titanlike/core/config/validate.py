@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from math import gcd
 from operator import attrgetter
@@ -33,7 +32,7 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     """Return every problem of a parsed config. world_size: processes that were launched for it."""
     if wrong := [*value_problems(config)]:  # of a config that was not parsed, but made in Python
         return wrong
-    rules = MESH_RULES + STEP_RULES + EXACT_RULES + RULES
+    rules = MESH_RULES + STEP_RULES + (EXACT_RULES if config.exact else ()) + RULES
     return [*broken_rules(rules, config), *_not_started(config, world_size), *_ramp(config)]
 
 
@@ -65,10 +64,6 @@ def broken_rules(rules: Iterable[Rule], config: Config, *facts: Any) -> Iterator
             reason, fix = (text.format(shown, *facts, c=config) for text in (rule.reason, rule.fix))
             value = attrgetter(rule.key)(config)
             yield Problem(rule.key, getattr(value, "name", value), reason, fix)
-
-
-def _if_exact(broken: Callable[[Config], Any], config: Config) -> Any:
-    return config.exact and broken(config)
 
 
 def _objectives(config: Config) -> list[str]:
@@ -145,9 +140,9 @@ STEP_RULES = (  # for the same configs
              c.timeline.steps, c.last_step, replace(c, timeline=Timeline()).timeline_steps, 100),
          "{0[0]}", "timeline.steps={0[1]}"),
 )
-# features that may compute different bits in different layouts
+# features that may compute different bits in different layouts; for numerics=exact
 _EXACT = "not with numerics=exact: "
-EXACT_RULES = tuple(rule._replace(broken=partial(_if_exact, rule.broken)) for rule in (
+EXACT_RULES = (
     Rule("tp", lambda c: c.tp > 1,
          _EXACT + "sums over the columns of a matrix are added rank by rank",
          "tp=1 pp={c.model_ranks} or numerics=fast"),
@@ -169,7 +164,7 @@ EXACT_RULES = tuple(rule._replace(broken=partial(_if_exact, rule.broken)) for ru
          "precision=bf16 or numerics=fast"),
     Rule("mixes_samples", lambda c: c.mixes_samples,
          _EXACT + "layouts of such a model differ", "mixes_samples=false or numerics=fast"),
-))
+)
 # fmt: on
 
 
@@ -224,11 +219,8 @@ def _no_rank(config: Config) -> tuple[int, int, str] | None:
     """Return (a rank of profile.ranks that does not exist, the largest rank, the valid ones)."""
     profile: Any = config.profile
     if wrong := [rank for rank in profile.ranks if not 0 <= rank < config.world_size]:
-        return (
-            wrong[0],
-            config.world_size - 1,
-            override_text(sorted({*profile.ranks} - {*wrong}) or [0]),
-        )
+        right = sorted({*profile.ranks} - {*wrong}) or [0]
+        return wrong[0], config.world_size - 1, override_text(right)
     return None
 
 
