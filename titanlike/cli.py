@@ -91,14 +91,6 @@ LISTED = {  # shown in --help
     "look at runs": ("report", "timeline", "checkpoint"),
     "use a model": ("generate", "sample", "evaluate", "perplexity", "export"),
 }
-MOVED = {  # removed commands, and what replaces them
-    "sweep": "a sweep prints its table at its end; `titanlike report RUN RUN` overlays its runs",
-    "bench-checkpoint": "in a checkout, run `python tools/bench_checkpoint.py`",
-    "bench-data": "in a checkout, run `python tools/bench_data.py`",
-    "bench": "in a checkout, run `python tools/bench.py`",
-    "waits": "in a checkout, run `python tools/waits.py`",
-    "gpu-check": "in a checkout, run `python tools/gpu_check.py`",
-}
 
 
 def run(command: str | None = None) -> NoReturn:
@@ -265,7 +257,6 @@ def _take_command() -> str | None:
 
         near = nearest(word, commands)
         hint = f"did you mean {near}?" if near else f"commands: {', '.join(commands)}"
-        hint = MOVED.get(word, hint)
         print(f"error: no such command: {word}; {hint}", file=sys.stderr)
         sys.exit(2)
     return None

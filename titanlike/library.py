@@ -332,9 +332,8 @@ def _fed(config: Config, example: Mapping[str, Tensor]) -> tuple[Config, Data]:
         reason = f"has no {' and no '.join(sorted(missing))}"
         raise ConfigError([Problem("example", "", reason, "a batch as step() takes it")])
     try:  # the data supply what the model does not define
-        size = (
-            resolve_model(config, 0).args.get("vocab_size", 1) or registry.vocab_size(config) or 1
-        )
+        size = resolve_model(config, 0).args.get("vocab_size", 1)
+        size = size or registry.vocab_size(config) or 1
     except DataError as error:
         raise ConfigError([error.problem]) from None
     config = replace(config, data=SyntheticData(vocab_size=size))

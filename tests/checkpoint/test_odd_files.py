@@ -33,7 +33,7 @@ from titanlike.core.launch.run_dir_lock import OWNER, RunDirOwner
 from titanlike.core.metrics.run_files import Events, read_result
 from titanlike.core.metrics.sinks import JsonlSink
 from titanlike.core.metrics.summary import summarize
-from titanlike.run import sweep_table as report
+from titanlike.run import sweep as report
 from titanlike.run.job import SWEEP_FILE
 from titanlike.run.sweep import SweepRun
 from titanlike.use.checkpoint_commands import main

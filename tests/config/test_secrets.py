@@ -22,9 +22,8 @@ from titanlike.core.config.credentials import (
 from titanlike.core.config.errors import Problem
 from titanlike.core.config.groups.jobs import Checkpoint
 from titanlike.core.config.groups.user_code import Custom
-from titanlike.core.config.parse import to_plain
 from titanlike.core.config.schema import VARIANTS, Config
-from titanlike.run.checks import problems, secret_problems, secrets_in_command
+from titanlike.run.checks import problems, secret_problems
 
 TEXTS = {  # with a credential -> how it may be shown
     "s3://me:sesame@bucket/runs": "s3://***@bucket/runs",
@@ -63,7 +62,7 @@ def test_secret_names_are_distinguished_from_token_and_key_names() -> None:
     for group, variants in VARIANTS.items():
         for variant in variants.values():
             assert not [*filter(is_secret_name, variant.__dataclass_fields__)], group
-    assert not list(secret_problems(to_plain(Config())))
+    assert not secret_problems(Config())
 
 
 def test_values_of_secret_environment_variables_are_redacted(
@@ -112,7 +111,7 @@ def test_a_command_line_is_checked_for_secrets_before_it_is_parsed() -> None:
     """All values of a sweep, keys that do not exist, and Hydra's own."""
     words = ["seed=1", "data.path=a,https://me:sesame@h/x", "+nonsense.password=a,b", "~data.path"]
     words += ["hydra.sweep.dir=s3://me:sesame@b", "data.tokenizer=x", "data.text_key=y"]
-    told = secrets_in_command(words, None)
+    told = secret_problems(None, words)
     keys = ["data.path", "nonsense.password", "hydra.sweep.dir"]
     assert [problem.key for problem in told] == keys
     assert "sesame" not in "\n".join(map(str, told))

@@ -20,7 +20,7 @@ from support.launched import Launched
 from support.paths import ROOT
 from support.run_files import config_of, result
 from titanlike import cli
-from titanlike.cli import JOBS, LISTED, MOVED, TOOLS
+from titanlike.cli import JOBS, LISTED, TOOLS
 from titanlike.core.config.files import make_new_folder
 from titanlike.core.config.groups.optimization import DecayLr
 from titanlike.core.config.groups.pipeline import LoopedSchedule
@@ -67,17 +67,6 @@ def test_every_command_is_in_a_group_of_help_and_in_the_documentation() -> None:
     assert sorted(listed) == sorted([*JOBS, *TOOLS])
     table = (ROOT / "docs/configuration.md").read_text()
     assert [name for name in listed if f"`titanlike {name}`" not in table] == []
-
-
-def test_a_command_that_has_left_the_package_is_named_where_it_is(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for word, said in MOVED.items():
-        monkeypatch.setattr(sys, "argv", ["titanlike", word])
-        with pytest.raises(SystemExit):
-            cli.main()
-        assert said in capsys.readouterr().err
-        assert all((ROOT / tool).exists() for tool in re.findall(r"tools/\w+\.py", said))
 
 
 def test_versions_are_those_of_titanlike_and_of_what_it_runs_on(

@@ -12,7 +12,7 @@ from support.paths import ROOT
 from support.sweep_folders import a_sweep, config, done, log, rows, steps
 from titanlike.core.metrics.run_files import Events
 from titanlike.core.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
-from titanlike.run.sweep_table import add_job, best_job, read_jobs
+from titanlike.run.sweep import add_job, best_job, read_jobs
 
 
 def test_a_job_that_was_not_started_waits_and_one_with_a_result_has_ended(tmp_path):
@@ -94,7 +94,7 @@ def test_processes_add_jobs_at_once_and_none_is_lost(tmp_path):
     with (tmp_path / "sweep.jsonl").open("a") as file:
         file.write('{"number": 7, "ov')
     code = (
-        "import sys; from pathlib import Path; from titanlike.run.sweep_table import add_job\n"
+        "import sys; from pathlib import Path; from titanlike.run.sweep import add_job\n"
         "for i in range(1, 41): add_job(Path(sys.argv[1]), i, ['a=' + 'x' * 5000])"
     )
     tasks = [

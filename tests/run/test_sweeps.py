@@ -25,9 +25,8 @@ from titanlike.core.metrics.run_files import write_result
 from titanlike.core.metrics.sinks import read_jsonl
 from titanlike.run import sweep_jobs
 from titanlike.run.job import JobRunner
-from titanlike.run.sweep import SweepRun, shared_gpus
+from titanlike.run.sweep import JobRow, SweepRun, shared_gpus
 from titanlike.run.sweep_jobs import run_processes
-from titanlike.run.sweep_table import JobRow
 
 JOBS = ROOT / "tests" / "support" / "sweep_jobs.py"
 TINY = "data=synthetic logger=none model.num_hidden_layers=2 model.hidden_size=16 model.num_attention_heads=2 model.num_key_value_heads=1"

@@ -7,7 +7,7 @@ import shlex
 
 from support.sweep_folders import STATUSES, a_sweep, done, every_status, log, rows, steps
 from titanlike.core.launch.run_dir_lock import lock_run_dir
-from titanlike.run.sweep_table import best_job, sweep_lines
+from titanlike.run.sweep import best_job, sweep_lines
 
 
 def lines(folder, value="loss", start=(), again=("again",)):

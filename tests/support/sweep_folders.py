@@ -8,8 +8,7 @@ from typing import Any
 
 from titanlike.core.metrics.run_files import write_result
 from titanlike.core.metrics.sinks import JsonlSink
-from titanlike.run.sweep import SweepRun
-from titanlike.run.sweep_table import JobRow, add_job
+from titanlike.run.sweep import JobRow, SweepRun, add_job
 
 
 def a_sweep(folder: Path, *jobs: list[str]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlike.core.checkpoint.discovery import (
     checkpoint_folder,
@@ -42,7 +42,7 @@ def problems(
     world_size: processes launched for the run; None if not launched yet; warn: called with
     warnings; when_valid: called once the cheap checks pass, before those that take seconds.
     """
-    if secrets := secret_problems(to_plain(config)):
+    if secrets := secret_problems(config):
         return secrets  # nothing else: other checks quote values in their messages
     wrong = validate.problems(config, world_size)
     shapes: dict[str, tuple[int, ...]] = {}  # of the model's parameters
@@ -88,35 +88,24 @@ def problems(
     return wrong or [*_checkpoint_problems(config, shapes)] or [*_write_problems(config)]
 
 
-def secret_problems(plain: dict[str, Any]) -> list[Problem]:
-    """Return problems for passwords, keys and tokens: they would be in config.yaml and W&B."""
-    return [_secret_problem(key, reason) for key, reason in credentials.find_secrets(plain)]
+def secret_problems(config: Config | None, overrides: Sequence[str] = ()) -> list[Problem]:
+    """Return problems for passwords, keys and tokens: they would be in config.yaml and W&B.
 
-
-def _secret_problem(key: str, reason: str) -> Problem:
-    return Problem(
-        key,
-        credentials.REDACTED,
-        f"{reason}, and the config is written to config.yaml",
-        "keep it in the environment, where fsspec, Hugging Face and W&B look for theirs "
-        "(AWS_SECRET_ACCESS_KEY, HF_TOKEN, WANDB_API_KEY)",
-    )
-
-
-def secrets_in_command(overrides: list[str], config: Config | None) -> list[Problem]:
-    """Find secrets in a command line, before Hydra names folders after its overrides.
-
-    config: the composed config, of a sweep's first job; None if the overrides do not compose.
+    config: of a sweep its first job's; None if the overrides do not compose. overrides: of the
+    command line, before Hydra names folders after them.
     """
     plain = to_plain(config) if config is not None else {}
-    secrets = {problem.key: problem for problem in secret_problems(plain)}
+    secrets = dict(credentials.find_secrets(plain))  # key -> reason
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
         if key not in secrets and credentials.redact_override(text) != text:
             reasons = (reason for _, reason in credentials.find_secrets(value, key))
-            reason = next(reasons, "it contains a secret")
-            secrets[key] = _secret_problem(credentials.redact(key), reason)
-    return list(secrets.values())
+            secrets[credentials.redact(key)] = next(reasons, "it contains a secret")
+    written = "and the config is written to config.yaml"
+    fix = "keep it in the environment, where fsspec, Hugging Face and W&B look for theirs "
+    fix += "(AWS_SECRET_ACCESS_KEY, HF_TOKEN, WANDB_API_KEY)"
+    hidden = credentials.REDACTED
+    return [Problem(key, hidden, f"{why}, {written}", fix) for key, why in secrets.items()]
 
 
 def _checkpoint_problems(
@@ -216,7 +205,7 @@ def _write_problems(config: Config) -> Iterator[Problem]:
             yield Problem("checkpoint.folder", config.checkpoint.folder, reason, fix)
 
 
-def available_ranks(config: Config, started: int | None, restart_state: RestartState) -> int | None:
+def available_ranks(started: int | None, restart_state: RestartState) -> int | None:
     """Return the number of ranks that torchrun or srun launched for the run; None if the run
     launches its own.
 

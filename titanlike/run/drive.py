@@ -198,7 +198,7 @@ def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> 
     from titanlike.run import checks
 
     typed = [*args.overrides, *(f"{words.key}={words.value}" for words in args.invalid_overrides)]
-    if secrets := checks.secrets_in_command(typed, checked.config):
+    if secrets := checks.secret_problems(checked.config, typed):
         return secrets
     config, known = checked.config, checked.problems
     if config is None:
@@ -214,7 +214,7 @@ def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> 
     if runner.restart:
         config, _ = resumed_config(config)
     started = int(os.environ.get("WORLD_SIZE", "1"))  # with --check, ranks to be launched
-    ranks = checks.available_ranks(config, started if started > 1 else None, runner.restart_state)
+    ranks = checks.available_ranks(started if started > 1 else None, runner.restart_state)
     start_workers = partial(runner.start_workers, config)
     assert checked.composed is not None
     hydra = checked.composed.hydra

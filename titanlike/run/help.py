@@ -74,9 +74,8 @@ def help_on(words: Sequence[str], program: Sequence[str]) -> str:
         elif whole or all(word in text for word in asked):
             found += [*titles, entry]
             titles = []
-    return (
-        "\n".join(found) or f"no key has {' '.join(words)}: {shlex.join(program)} --help lists all"
-    )
+    nothing = f"no key has {' '.join(words)}: {shlex.join(program)} --help lists all"
+    return "\n".join(found) or nothing
 
 
 def command_help(words: list[str], description: str) -> str:

@@ -100,8 +100,10 @@ class JobRunner:
             folder = str(Path(folder).expanduser().absolute())
             config = replace(config, checkpoint=replace(config.checkpoint, folder=folder))
         overrides = [redact_override(text) for text in overrides]
-        if name is not None:
-            config = with_run_name(config, *name)
+        if name is not None and isinstance(config.logger, Wandb):
+            logger, sweep = config.logger, os.environ.get("WANDB_RUN_GROUP") or name[0]
+            group, run_name = logger.group or sweep, logger.run_name or name[1]
+            config = replace(config, logger=replace(logger, group=group, run_name=run_name))
         stop = StopRequest()
         reporter = ResultReporter(run_dir, overrides, config.world_size, stop)
         with interruptible(reporter.interrupted, stop), lock_run_dir(run_dir):
@@ -178,7 +180,7 @@ class JobRunner:
         if self.restart:
             config, _ = resumed_config(config)
         started = self.ranks.world_size if self.ranks else None
-        ranks = checks.available_ranks(config, started, self.restart_state)
+        ranks = checks.available_ranks(started, self.restart_state)
         problems = [*known]
         if not (single or self.checked):  # a single run is checked already
             problems += config_problems(config, ranks, problems)
@@ -204,15 +206,6 @@ class JobEnd:
     error: str = ""  # why it did not complete
     value: float | None = None  # the objective that a sweep compares
     ends_sweep: bool = False  # whether these processes run no further jobs
-
-
-def with_run_name(config: Config, sweep: str, name: str) -> Config:
-    """Set W&B's group and run name of a sweep's job, unless the user did (name: in the config)."""
-    if not isinstance(config.logger, Wandb):
-        return config
-    group = config.logger.group or os.environ.get("WANDB_RUN_GROUP") or sweep
-    run_name = config.logger.run_name or name
-    return replace(config, logger=replace(config.logger, group=group, run_name=run_name))
 
 
 def config_problems(
@@ -276,12 +269,11 @@ class ResultReporter:
         error: str | None = None,
         verification: str = "",
     ) -> None:
-        seconds, overrides = time.monotonic() - self._start, self._overrides
+        run_dir, overrides = self._run_dir, self._overrides
+        seconds = time.monotonic() - self._start
         try:
-            shares = goodput(self._run_dir, time.time())
-            write_result(
-                self._run_dir, status, value, error, seconds, overrides, verification, shares
-            )
+            shares = goodput(run_dir, time.time())
+            write_result(run_dir, status, value, error, seconds, overrides, verification, shares)
         except OSError as problem:  # a full disk must not hide how the job ended
             print(f"result.json could not be written: {problem}", file=sys.stderr)
 

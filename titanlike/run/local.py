@@ -55,7 +55,7 @@ from titanlike.core.launch.failures import (
     write_failure,
 )
 from titanlike.core.launch.process_end import leave, no_garbage_collection
-from titanlike.core.launch.rendezvous import BarrierTimeout, barrier
+from titanlike.core.launch.rendezvous import barrier
 from titanlike.core.launch.signals import (
     Interrupted,
     StopRequest,
@@ -259,11 +259,8 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
     # a cluster sends these to every process of a job, but the ranks decide when to end
     handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _SIGNALS}
     with no_garbage_collection():
-        importlib.import_module(
-            "titanlike.core.torch_private"
-        )  # first: it keeps torch's compiler out
+        importlib.import_module("titanlike.core.torch_private")  # first: keeps the compiler out
         importlib.import_module("torch.distributed.pipelining")  # and FSDP, as several ranks do
-
         if function.startswith("titanlike."):  # custom code only after the config is validated
             with contextlib.suppress(ImportError):  # loading the job will raise it again
                 importlib.import_module(function.rpartition(".")[0])
@@ -304,9 +301,8 @@ def _fork_rank(scratch: str, rank: int, handlers: Mapping[signal.Signals, Any]) 
     os.setsid()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     if in_bad_fork():  # CUDA cannot be used after a fork: start a new interpreter
-        os.execv(
-            sys.executable, _python(sys.path, "rank_main", f"rank_main({scratch!r}, {server})")
-        )
+        call = f"rank_main({scratch!r}, {server})"
+        os.execv(sys.executable, _python(sys.path, "rank_main", call))
     random.seed()  # forked ranks would share the global generators' states
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -325,38 +321,32 @@ def rank_main(scratch: str, parent: int) -> NoReturn:
     A signal that is not deferred ends the process immediately: the driver reports it.
     """
     die_with_parent(parent, signal.SIGKILL)  # safe: checkpoints are atomic
-    stop = StopRequest(Path(scratch))
+    folder = Path(scratch)
+    stop = StopRequest(folder)
     try:
         with interruptible(stop=stop, grace=0):
-            _run_and_report(Path(scratch), stop)
+            job = Job.from_json((folder / "job.json").read_text(encoding="utf-8"))
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            try:
+                from torch.distributed import FileStore
+
+                store, run_dir = FileStore(str(folder / "store"), size), job.run_dir
+                worker = Worker(
+                    rank, size, rank, size, run_dir, store, job.overrides, stop, one_machine=True
+                )
+                result = run_job(job, worker)
+                if rank == 0:
+                    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+                # no rank exits before all have finished: an ended peer counts as failed
+                barrier(worker, "end", job.config.launch.timeout, failed_come=True)
+            except Interrupted:
+                raise
+            except BaseException as error:
+                _leave_failed(folder, describe(rank, error))
+            _note_end(folder, rank)
     except Interrupted as interrupted:  # even while an error is being reported
         exit_now(interrupted.exit_code)
     leave(0)
-
-
-def _run_and_report(folder: Path, stop: StopRequest) -> None:
-    job = Job.from_json((folder / "job.json").read_text(encoding="utf-8"))
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    try:
-        from torch.distributed import FileStore
-
-        store = FileStore(str(folder / "store"), size)
-        worker = Worker(
-            rank, size, rank, size, job.run_dir, store, job.overrides, stop, one_machine=True
-        )
-        result = run_job(job, worker)
-        if rank == 0:
-            (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
-    except Interrupted:
-        raise
-    except BaseException as error:
-        _leave_failed(folder, describe(rank, error))
-    # no rank exits before all have finished: an ended peer counts as failed
-    try:
-        barrier(worker, "end", job.config.launch.timeout, failed_come=True)
-    except BarrierTimeout as error:
-        _leave_failed(folder, describe(rank, error))
-    _note_end(folder, rank)
 
 
 def _leave_failed(folder: Path, failure: Failure) -> None:

@@ -277,7 +277,8 @@ class CheckedOverrides:
         rejected: list[tuple[Override, Exception | None]] = []
         self._values = []
         for override in values:
-            single = _first(override)
+            single = parse_override(next(single_overrides(override)))  # a sweep's first value
+            assert single is not None, "the parser accepts what it printed"
             if not may_set(single, composed):
                 rejected.append((override, None))
                 continue
@@ -476,10 +477,3 @@ def single_overrides(override: Override) -> Iterator[str]:
     else:
         for value in override.sweep_string_iterator():
             yield f"{override.get_key_element()}={value}"
-
-
-def _first(override: Override) -> Override:
-    """Return the override with the first value of its sweep."""
-    single = parse_override(next(single_overrides(override)))
-    assert single is not None, "the parser accepts what it printed"
-    return single

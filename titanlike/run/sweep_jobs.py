@@ -33,8 +33,7 @@ from titanlike.core.launch.environment import (
 from titanlike.core.launch.failures import JobFailed, describe_exit
 from titanlike.core.launch.signals import Interrupted, StopRequest, interruptible
 from titanlike.run.job import JobRunner, ResultReporter, config_problems
-from titanlike.run.sweep import SweepRun
-from titanlike.run.sweep_table import JobRow
+from titanlike.run.sweep import JobRow, SweepRun
 
 OUTPUT = "output.log"  # output of a job without a terminal
 _POLL = 0.05  # seconds
@@ -116,10 +115,8 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: Mapping[int, Config]
                 while waiting and len(running) < sweep.parallel and not stop.received:
                     number, begun = waiting.pop(0), len(running) + len(rows) + 1
                     of = f"  ({begun} of {len(jobs)})" if len(jobs) > 1 else ""
-                    alone = f"\njob {sweep.label(number)}{of}"
-                    sweep.say(
-                        alone if sweep.parallel == 1 else f"job {sweep.label(number)} begins{of}"
-                    )
+                    label = f"job {sweep.label(number)}"
+                    sweep.say(f"\n{label}{of}" if sweep.parallel == 1 else f"{label} begins{of}")
                     running.append(_start(sweep, runner, number, jobs[number]))
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
@@ -142,8 +139,7 @@ def _start(sweep: SweepRun, runner: JobRunner, number: int, config: Config) -> J
     env = without_rank_variables(os.environ)
     env.setdefault("WANDB_RUN_GROUP", sweep.group)
     env["WANDB_NAME"] = sweep.job_name(number) or sweep.group
-    words = [*sweep.options(), *sweep.jobs[number], "hydra.mode=RUN"]
-    words += [f"hydra.job.num={number}"]
+    words = [*sweep.options(), *sweep.jobs[number], "hydra.mode=RUN", f"hydra.job.num={number}"]
     words += [f"run_dir={quoted(str(sweep.folder / str(number)))}"]
     command = [*interpreter(), "-c", _program(runner, folder), *words]
     with contextlib.ExitStack() as stack:

@@ -40,11 +40,9 @@ _PLAN = (
 def plan(argv: list[str]) -> int:
     """Return the exit code: 0; 1 if the run would not fit; 2 for errors in the config."""
     usage = "%(prog)s [search] [key=value ...] [group=choice ...] [FLAG ...]"
-    overrides = f"Takes the overrides of training: {shlex.join(train_program())} --help lists them."
-    example = "Example: search experiment=llama3_8b gpus=64 hardware=h100_sxm"
-    parser = argument_parser(
-        _PLAN, usage=usage, epilog=f"{overrides} {example}", allow_abbrev=False
-    )
+    epilog = f"Takes the overrides of training: {shlex.join(train_program())} --help lists them."
+    epilog += " Example: search experiment=llama3_8b gpus=64 hardware=h100_sxm"
+    parser = argument_parser(_PLAN, usage=usage, epilog=epilog, allow_abbrev=False)
     add = parser.add_argument
     add("--json", action="store_true", help="print one JSON object")
     text = "draw the pipeline: .svg or .png (%(const)s)"
@@ -66,10 +64,8 @@ def plan(argv: list[str]) -> int:
         elif not number.isdigit() or not 1 <= int(number) <= MAX_RANKS:
             problems.append(Problem("gpus", number, "must be a number of devices", "gpus=64"))
     if flags.picture is not None and flags.picture.suffix not in (".svg", ".png"):
-        reason = "the picture's file must end in .svg or .png"
-        problems.append(
-            Problem(f"--picture {flags.picture}", "", reason, "write --picture plan.svg")
-        )
+        key, reason = f"--picture {flags.picture}", "the picture's file must end in .svg or .png"
+        problems.append(Problem(key, "", reason, "write --picture plan.svg"))
     args = parse_argv(words)
     args.multirun = False
     complete_args(args)
@@ -113,10 +109,8 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
     hardware = planned_hardware(config)
     say = (lambda _: None) if flags.json else print
     with contextlib.ExitStack() as stack:
-        folder = config.run_dir
-        if not (
-            Path(folder) / WHY
-        ).exists():  # a run's folder is used; nothing is written elsewhere
+        folder = config.run_dir  # of a run; nothing is written elsewhere
+        if not (Path(folder) / WHY).exists():
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         ordered = with_found_order(replace(config, run_dir=folder), say)
         estimate = make_estimate(ordered, hardware)
@@ -124,9 +118,9 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
             from titanlike.planning.counted_memory import with_exact_memory
 
             estimate = with_exact_memory(estimate)
-        warning = (
-            "" if estimate.fits else memory_warning(config, estimate.plan, hardware.usable, 4.0)
-        )
+        warning = ""
+        if not estimate.fits:
+            warning = memory_warning(config, estimate.plan, hardware.usable, 4.0)
         if flags.json:
             print(json.dumps(as_data(estimate, warning)))
         else:
@@ -206,11 +200,10 @@ def report(argv: list[str]) -> int:
     return exit_code(write)
 
 
-def scripts(argv: list[str] | None = None) -> int:
+def scripts(argv: list[str]) -> int:
     """Copy the job scripts. The exit code is 2 if nothing was copied."""
-    parser = argument_parser(
-        "Copy the job scripts of a scheduler into a folder. They need no checkout."
-    )
+    text = "Copy the job scripts of a scheduler into a folder. They need no checkout."
+    parser = argument_parser(text)
     parser.add_argument("scheduler", choices=("slurm", "kubernetes", "skypilot"))
     parser.add_argument("folder", metavar="DIR", type=Path, help="made if it does not exist")
     parser.add_argument("--force", action="store_true", help="overwrite files")
