@@ -184,20 +184,15 @@ def _until_a_signal(call: Callable[[], ExitCode]) -> ExitCode:
 def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked: bool) -> ExitCode:
     """Run this process' part of a job: the driver's, or a following rank's."""
     from titanlike.core.config.errors import ConfigError
-    from titanlike.core.launch.environment import (
-        RestartState,
-        adopt_slurm,
-        check_launcher,
-        is_restart,
-    )
+    from titanlike.core.launch import environment
     from titanlike.core.launch.signals import die_with_parent
     from titanlike.run.job import JobRunner, print_problems
 
     try:
-        adopt_slurm()
+        environment.adopt_slurm()
         # job scripts check before the ranks start: WORLD_SIZE without RANK
         before_ranks = "--check" in sys.argv[1:] and "RANK" not in os.environ
-        check_launcher(before_ranks)
+        environment.check_launcher(before_ranks)
     except ConfigError as error:
         return print_problems(error.problems)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -212,7 +207,7 @@ def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked
     from titanlike.run.drive import drive  # imports Hydra, which the followers do not need
 
     if alone:
-        restart_state = RestartState.load()
+        restart_state = environment.RestartState.load()
         restart_state.count_start()
         with contextlib.ExitStack() as resources:
 
@@ -222,12 +217,12 @@ def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked
 
                 return resources.enter_context(PrestartedWorkers())
 
-            restarted = is_restart()
+            restarted = environment.is_restart()
             runner = JobRunner(function, folder, None, restart_state, restarted, checked, workers)
             return drive(runner, result_dir)
     code: ExitCode = 1
     try:
-        runner = JobRunner(function, folder, ranks, ranks.restart_state, is_restart())
+        runner = JobRunner(function, folder, ranks, ranks.restart_state, environment.is_restart())
         code = drive(runner, result_dir)
         return code
     finally:

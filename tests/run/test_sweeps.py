@@ -144,7 +144,7 @@ def test_parallel_jobs_are_bounded_and_fail_independently(
     """They share the threads; the result of an earlier start is not read as that of this one."""
     monkeypatch.setenv("RANK", "3")  # of an outer launcher
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(sweep_jobs, "available_cores", lambda: 12)
+    monkeypatch.setattr(sweep_jobs.environment, "available_cores", lambda: 12)
     monkeypatch.setattr(
         sweep_jobs, "_program", lambda _, folder: PROGRAM.format(code=int(folder.name == "1"))
     )

@@ -23,19 +23,9 @@ from titanlike.core.config.errors import Problem
 from titanlike.core.config.groups.data import HFData
 from titanlike.core.config.schema import Config
 from titanlike.core.data.kinds import DataError, Vocabulary, missing_package
+from titanlike.formats import text
 from titanlike.formats.folder_splits import folder_splits, saved_files, split_names
 from titanlike.formats.tables import TABLES, open_table
-from titanlike.formats.text import (
-    BadRow,
-    check_tokenizer,
-    file_states,
-    files_under,
-    is_ids,
-    kind_of_file,
-    open_texts,
-    text_of,
-)
-from titanlike.formats.text import vocabulary as of_tokenizer
 from titanlike.formats.token_folder import cached_corpus, token_dtype
 from titanlike.formats.token_formats import recognized
 from titanlike.formats.tokenizer import open_tokenizer
@@ -58,7 +48,7 @@ SAVED = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
 
 def open_data(data: HFData, config: Config) -> Data:
     if data.ids_key is None:
-        return open_texts(data, config, data.path, identity(data), texts(data))
+        return text.open_texts(data, config, data.path, identity(data), texts(data))
     from titanlike.formats.packed import packed_data  # imports torch
 
     size, name, _ = vocabulary(data)
@@ -72,8 +62,8 @@ def open_data(data: HFData, config: Config) -> Data:
 
 def vocabulary(data: HFData) -> Vocabulary:
     if data.ids_key is None:
-        return of_tokenizer(data)
-    known = Vocabulary(None) if data.tokenizer == "bytes" else of_tokenizer(data)
+        return text.vocabulary(data)
+    known = Vocabulary(None) if data.tokenizer == "bytes" else text.vocabulary(data)
     size = known.size if data.vocab_size is None else data.vocab_size
     if size is None:
         fix = "data.vocab_size=50257 as it is, or data.tokenizer=PATH of what wrote them"
@@ -88,7 +78,7 @@ def check(data: HFData, config: Config) -> Iterator[Problem]:
     if data.ids_key is not None:
         vocabulary(data)
     if place is not None:
-        if not files_under(place, BUILDERS):
+        if not text.files_under(place, BUILDERS):
             fix = f"give a folder of save_to_disk, or with files {' '.join(BUILDERS)}"
             yield Problem("data.path", data.path, "no data are in it", fix)
     elif data.path.startswith(("/", ".", "~")) or data.path.count("/") > 1:
@@ -101,7 +91,7 @@ def check(data: HFData, config: Config) -> Iterator[Problem]:
         yield Problem("data.revision", "null", reason, fix)
 
 
-CHECKS = (check_tokenizer, check)
+CHECKS = (text.check_tokenizer, check)
 
 
 def _local_path(data: HFData) -> Path | None:
@@ -114,7 +104,7 @@ def identity(data: HFData) -> list[Any]:
     """Return, as JSON, everything that the texts depend on: the key of their cache entry."""
     place = _local_path(data)
     remote = [data.path, data.revision]
-    where = remote if place is None else file_states(files_under(place, BUILDERS))
+    where = remote if place is None else text.file_states(text.files_under(place, BUILDERS))
     return ["hf", where, data.subset, data.split, data.rows]
 
 
@@ -141,8 +131,8 @@ def texts(data: HFData) -> Iterator[str]:
 def row_text(row: Mapping[str, Any], text_key: str) -> str | None:
     """Return the text of a dataset's row. Raises DataError."""
     try:
-        return text_of(dict(row), text_key)
-    except BadRow as error:
+        return text.text_of(dict(row), text_key)
+    except text.BadRow as error:
         raise DataError("data.text_key", text_key, str(error), error.fix) from None
 
 
@@ -153,7 +143,7 @@ def ids_of_rows(data: HFData, size: int) -> Iterator[np.ndarray]:
     for number, row in enumerate(_opened(data), 1):
         if not isinstance(row.get(key), list):
             reason = f"row {number} has no list of ids in it (its columns are {', '.join(row)})"
-            names = [name for name, value in row.items() if is_ids(value)]
+            names = [name for name, value in row.items() if text.is_ids(value)]
             fix = f"data.ids_key={names[0]}" if names else f"data=text data.path={data.path}"
             raise DataError("data.ids_key", key, reason, fix)
         ids = np.array(row[key], np.int64)
@@ -233,15 +223,17 @@ def _checked(files: Iterable[str]) -> list[str]:
 def _local_splits(place: Path, subset: str | None) -> tuple[str, dict[str, list[str]]]:
     """Return the kind of a folder's files, that of most of them, and their paths by split."""
     if place.is_file():
-        kind = kind_of_file(place)
+        kind = text.kind_of_file(place)
         if kind not in BUILDERS and (known := recognized(place)) is not None:
             raise DataError("data.path", place, f"is {known[0]}", known[1])
         splits = {"train": [place]}
     else:
-        splits = folder_splits(place, files_under(place, BUILDERS), subset)
-        kinds = Counter(kind_of_file(file) for files in splits.values() for file in files)
+        splits = folder_splits(place, text.files_under(place, BUILDERS), subset)
+        kinds = Counter(text.kind_of_file(file) for files in splits.values() for file in files)
         kind = ".tar" if ".tar" in kinds else max(kinds, key=kinds.__getitem__)
-    paths = {n: [str(f) for f in files if kind_of_file(f) == kind] for n, files in splits.items()}
+    paths = {
+        n: [str(f) for f in files if text.kind_of_file(f) == kind] for n, files in splits.items()
+    }
     if chained := next((path for path in chain(*paths.values()) if "::" in path), None):
         reason = "fsspec reads :: in a name as one file within another"
         raise DataError("data.path", chained, reason, "rename it")

@@ -28,30 +28,14 @@ from typing import Any, Literal
 
 import xxhash
 
-from titanlike.core.config.files import (
-    atomic_write_text,
-    open_regular,
-    read_object,
-    read_text,
-    replaced,
-    sync_to_disk,
-)
+from titanlike.core.config import files
 from titanlike.core.config.program import argument_parser, exit_code
 from titanlike.core.data.kinds import DataError
 from titanlike.core.launch.environment import available_cores
 from titanlike.core.launch.signals import die_with_parent
 from titanlike.core.metrics import units
+from titanlike.formats import token_folder
 from titanlike.formats.text import documents, file_states, find_files
-from titanlike.formats.token_folder import (
-    FORMAT,
-    PLAN,
-    Entry,
-    read_index,
-    separated_documents,
-    token_writer,
-    vocabulary_of,
-    write_index,
-)
 from titanlike.formats.tokenizer import TOKENIZER, Tokenizer, open_tokenizer, write_tokenizer
 
 BAD = "bad.jsonl"
@@ -75,7 +59,7 @@ class Settings:
 
 
 @dataclass
-class Unit(Entry):
+class Unit(token_folder.Entry):
     """A tokenized unit: its file, and what became of its records."""
 
     text_bytes: int = 0
@@ -127,9 +111,9 @@ def _tokenize(arguments: argparse.Namespace, out: Path) -> int:
 def _verify(out: Path) -> int:
     """Read all files and name those whose checksums differ."""
     is_damaged = False
-    for entry in read_index(out)["files"]:
+    for entry in token_folder.read_index(out)["files"]:
         hasher = xxhash.xxh3_128()
-        with open_regular(out / entry["name"]) as file:
+        with files.open_regular(out / entry["name"]) as file:
             while chunk := file.read(1 << 22):
                 hasher.update(chunk)
         if hasher.hexdigest() != entry.get("xxh3"):
@@ -197,30 +181,30 @@ def _init_worker(parent: int) -> None:
 # --- the plan -------------------------------------------------------------------------------------
 
 
-def _plan(files: list[Path], settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
+def _plan(paths: list[Path], settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the plan: units of files with sizes and times, and everything else the bytes depend
     on."""
     dealt: list[list[tuple[str, int, int]]] = []
     unit_size = settings.unit_bytes
-    for path, size, time_ns in file_states(files):
+    for path, size, time_ns in file_states(paths):
         if unit_size >= settings.unit_bytes or unit_size + size > settings.unit_bytes:
             dealt.append([])
             unit_size = 0
         dealt[-1].append((path, size, time_ns))
         unit_size += size
     saved = asdict(settings) | {"tokenizer": tokenizer.fingerprint}
-    return {"format": FORMAT, "settings": saved, "units": dealt}
+    return {"format": token_folder.FORMAT, "settings": saved, "units": dealt}
 
 
 def _check_plan(out: Path, plan: dict[str, Any]) -> None:
     """Write the plan, or compare it with the existing one."""
-    path, text = out / PLAN, json.dumps(plan)
+    path, text = out / token_folder.PLAN, json.dumps(plan)
     if not path.exists():
         if strange := sorted(p.name for p in out.iterdir()):
             raise DataError("OUT", out, f"has other files ({strange[0]})", "give a new folder")
-        atomic_write_text(path, text)
+        files.atomic_write_text(path, text)
         return
-    before = read_object(path)
+    before = files.read_object(path)
     if before != json.loads(text):
         what = "the corpus" if before.get("settings") == plan["settings"] else "a setting"
         reason = f"was begun with another state of {what}"
@@ -237,7 +221,7 @@ def _name(number: int) -> str:
 def _done(out: Path, number: int) -> Unit | None:
     """Return a complete unit; None = it must be tokenized."""
     with suppress(OSError, ValueError, TypeError):
-        unit = read_object(out / f"{_name(number)}.json", Unit)
+        unit = files.read_object(out / f"{_name(number)}.json", Unit)
         size = (out / unit.name).stat().st_size
         if unit.xxh3 and size in (2 * unit.tokens, 4 * unit.tokens):
             return unit
@@ -262,16 +246,16 @@ def _tokenize_unit(out: str, number: int, paths: list[str], settings: Settings) 
             unit.text_bytes += len(text.encode())
             yield text
 
-    with replaced(folder / unit.name) as temporary:
-        with token_writer(temporary, unit) as write:
-            for document in separated_documents(tokenizer, texts()):
+    with files.replaced(folder / unit.name) as temporary:
+        with token_folder.token_writer(temporary, unit) as write:
+            for document in token_folder.separated_documents(tokenizer, texts()):
                 write(document)
         with open(temporary, "rb") as file:
-            sync_to_disk(file.fileno())
+            files.sync_to_disk(file.fileno())
     if bad:
         lines = "".join(json.dumps(entry) + "\n" for entry in bad)
-        atomic_write_text(folder / f"{_name(number)}.{BAD}", lines)
-    atomic_write_text(folder / f"{_name(number)}.json", json.dumps(asdict(unit)))
+        files.atomic_write_text(folder / f"{_name(number)}.{BAD}", lines)
+    files.atomic_write_text(folder / f"{_name(number)}.json", json.dumps(asdict(unit)))
     return unit
 
 
@@ -284,11 +268,13 @@ def _finish(out: Path, count: int, settings: Settings, tokenizer: Tokenizer) -> 
     if not sum(unit.documents for unit in done):
         raise DataError("CORPUS", out, "it contains no text", "give files with some text")
     named = [out / f"{_name(number)}.{BAD}" for number in range(count)]
-    if lines := "".join(read_text(path) for path in named if path.exists()):
-        atomic_write_text(out / BAD, lines)
+    if lines := "".join(files.read_text(path) for path in named if path.exists()):
+        files.atomic_write_text(out / BAD, lines)
     if settings.tokenizer != "bytes":
         (out / TOKENIZER).mkdir(exist_ok=True)
         write_tokenizer(settings.tokenizer, out / TOKENIZER)
     text_bytes = sum(unit.text_bytes for unit in done)
     bad = sum(unit.bad_records for unit in done)
-    return write_index(out, vocabulary_of(tokenizer), done, text_bytes=text_bytes, bad_records=bad)
+    return token_folder.write_index(
+        out, token_folder.vocabulary_of(tokenizer), done, text_bytes=text_bytes, bad_records=bad
+    )

@@ -27,13 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.core.config.imports import quiet_import
-from titanlike.core.models.documents import (
-    Documents,
-    Mask,
-    attention_inputs,
-    sequence_spans,
-    takes_documents,
-)
+from titanlike.core.models import documents
 from titanlike.hf import hf_layers
 from titanlike.hf.hf_config import longest_with_fixed_frequencies, needs_eager, routes, settings_of
 from titanlike.hf.hf_init import ScratchWeights
@@ -143,7 +137,9 @@ class Decoder(nn.Module):
         """document_ids, positions, mask: see `attention_inputs` in `documents.py`."""
         config: Any = self.config
         by_offsets = config._attn_implementation == hf_layers.NAME
-        positions, allowed = attention_inputs(ids, document_ids, positions, mask, by_offsets)
+        positions, allowed = documents.attention_inputs(
+            ids, document_ids, positions, mask, by_offsets
+        )
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if "position_ids" in inspect.signature(super().forward).parameters:
             arguments["position_ids"] = positions[None] if positions.dim() == 1 else positions
@@ -245,7 +241,7 @@ def _shapes_of_experts(config: PreTrainedConfig, ids: Tensor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _our_masks(model: nn.Module, ids: Tensor, allowed: Mask) -> Iterator[None]:
+def _our_masks(model: nn.Module, ids: Tensor, allowed: documents.Mask) -> Iterator[None]:
     """A context in which transformers' mask functions do not read values.
 
     allowed: documents; bool [B, 1, T, T]; or None = causal over the whole sequence.
@@ -264,7 +260,7 @@ def _our_masks(model: nn.Module, ids: Tensor, allowed: Mask) -> Iterator[None]:
             setattr(module, name, function)
 
 
-def _mask_function(ids: Tensor, allowed: Mask, window: str | None) -> Any:
+def _mask_function(ids: Tensor, allowed: documents.Mask, window: str | None) -> Any:
     """Replaces transformers' `create_causal_mask` and `create_sliding_window_causal_mask`."""
     tokens = ids.size(1)
 
@@ -276,7 +272,7 @@ def _mask_function(ids: Tensor, allowed: Mask, window: str | None) -> Any:
         and_mask_function: Any = None,
         allow_is_causal_skip: bool = True,
         **__: Any,
-    ) -> Mask:
+    ) -> documents.Mask:
         """[B or 1, 1, T, T]: True = attends; for eager attention, what is added to the scores.
         Documents, of which a whole sequence may be one, where attention takes them."""
         assert or_mask_function is None and and_mask_function is None, "refused by `settings_of`"
@@ -285,10 +281,10 @@ def _mask_function(ids: Tensor, allowed: Mask, window: str | None) -> Any:
         slides = width is not None and width < tokens
         if allowed is None and not slides and not eager and allow_is_causal_skip:
             return None  # sdpa's own causal mask
-        slides_by_offsets = allowed is None and slides and takes_documents(ids)
+        slides_by_offsets = allowed is None and slides and documents.takes_documents(ids)
         if slides_by_offsets and config._attn_implementation == hf_layers.NAME:
-            return Documents(sequence_spans(ids), width)
-        if isinstance(allowed, Documents):
+            return documents.Documents(documents.sequence_spans(ids), width)
+        if isinstance(allowed, documents.Documents):
             return allowed._replace(window=width if slides else None)
         positions = torch.arange(tokens, device=ids.device)
         mask = (positions[:, None] >= positions)[None, None] if allowed is None else allowed

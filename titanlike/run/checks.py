@@ -7,12 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlike.core.checkpoint.discovery import (
-    checkpoint_folder,
-    incompatibility,
-    resolve,
-    select_resume,
-)
+from titanlike.core.checkpoint import discovery
 from titanlike.core.checkpoint.storage import DamagedCheckpoint, Storage, UnreadableFile
 from titanlike.core.config import credentials, files, validate
 from titanlike.core.config.errors import Problem, Refused
@@ -129,8 +124,8 @@ def _checkpoint_problems(
             yield Problem(f"checkpoint.{key}", location, reason, fix)
             return
     try:
-        newest = select_resume(config).path
-        if newest is not None and (problem := incompatibility(newest, config)):
+        newest = discovery.select_resume(config).path
+        if newest is not None and (problem := discovery.incompatibility(newest, config)):
             yield problem
             return
         if newest is None and from_folder:
@@ -141,8 +136,8 @@ def _checkpoint_problems(
             from titanlike.core.checkpoint.integrity import open_header
             from titanlike.core.checkpoint.state_dict import matched_names
 
-            header = open_header(resolve("checkpoint.start_from", start_from))
-            matched_names(settings, header, shapes)
+            folder = discovery.resolve("checkpoint.start_from", start_from)
+            matched_names(settings, open_header(folder), shapes)
     except DamagedCheckpoint as error:
         fix = "checkpoint.resume=/another/checkpoint"
         yield Problem("checkpoint", str(error.folder), str(error), fix)
@@ -151,11 +146,11 @@ def _checkpoint_problems(
     except ValueError as error:
         yield Problem("checkpoint.resume", "", str(error))
     except UnreadableFile as error:
-        yield Problem("checkpoint", str(checkpoint_folder(config)), str(error))
+        yield Problem("checkpoint", str(discovery.checkpoint_folder(config)), str(error))
     except Exception as error:  # fsspec file systems raise exceptions of their own
         reason = f"cannot be read: {type(error).__name__}: {error}"
         fix = "checkpoint.folder=/another/path"
-        yield Problem("checkpoint", str(checkpoint_folder(config)), reason, fix)
+        yield Problem("checkpoint", str(discovery.checkpoint_folder(config)), reason, fix)
 
 
 def _export_problem(config: Config) -> Problem | None:

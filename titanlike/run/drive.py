@@ -36,15 +36,8 @@ from titanlike.core.config.overrides import from_hydra
 from titanlike.core.launch.environment import adopt_slurm
 from titanlike.core.launch.failures import JobFailed, record_for_torchrun
 from titanlike.core.metrics.run_files import Status
+from titanlike.run import job
 from titanlike.run.argv import complete_args, one_line, parse_argv, parser
-from titanlike.run.job import (
-    SWEEP_FILE,
-    JobEnd,
-    JobRunner,
-    ResultReporter,
-    config_problems,
-    print_problems,
-)
 from titanlike.run.overrides import CheckedOverrides, check_overrides, config_loader, parsed
 
 if TYPE_CHECKING:
@@ -54,7 +47,7 @@ ExitCode = int | str | None  # as sys.exit takes it
 _OF_STORAGE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO}
 
 
-def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
+def drive(runner: job.JobRunner, result_dir: str | None) -> ExitCode:
     """Run the command line's job or sweep; return the exit code. result_dir: as in `cli.start_job`."""
     args = parse_argv(sys.argv[1:])
     modes = [flag for flag in ("run", "multirun", "cfg", "info") if getattr(args, flag)]
@@ -69,7 +62,7 @@ def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
     task = Task(runner)
     if args.cfg or args.info:
         if problems := check_overrides(args).problems:
-            return print_problems(problems)
+            return job.print_problems(problems)
     elif not (args.hydra_help or args.shell_completion):
         code = _prepare(args, task, result_dir)
         if code is not None:
@@ -80,11 +73,11 @@ def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
 class Task:
     """What Hydra calls with each composed config, of a run or a sweep's job in this process."""
 
-    def __init__(self, runner: JobRunner) -> None:
+    def __init__(self, runner: job.JobRunner) -> None:
         self.runner = runner
         self.sweep_run: SweepRun | None = None  # only for a sweep
         self.checked: CheckedOverrides | None = None  # only for a command that launches something
-        self.end: JobEnd | None = None  # only for a single run
+        self.end: job.JobEnd | None = None  # only for a single run
         self.error: Exception | None = None  # Hydra would print its own line above its text
         self._pid = os.getpid()
 
@@ -119,23 +112,23 @@ class Task:
         raise JobFailed(end.error, end.error)
 
     def __getstate__(self) -> dict[str, object]:
-        runner = JobRunner(self.runner.function, self.runner.folder)
+        runner = job.JobRunner(self.runner.function, self.runner.folder)
         return {**self.__dict__, "runner": runner, "checked": None}
 
 
-def _run_elsewhere(runner: JobRunner, *job: Any) -> JobEnd:
-    """Call `runner.run(*job)` in a process that did not call `drive`, alone or as srun's rank."""
+def _run_elsewhere(runner: job.JobRunner, *arguments: Any) -> job.JobEnd:
+    """Call `runner.run` in a process that did not call `drive`, alone or as srun's rank."""
     adopt_slurm()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return runner.run(*job)
+        return runner.run(*arguments)
     from titanlike.core.launch.torchrun import TorchrunRanks
 
     ranks = TorchrunRanks()
     if ranks.rank > 0:
-        return JobEnd(ranks.run_follower())
-    end = JobEnd(1)
+        return job.JobEnd(ranks.run_follower())
+    end = job.JobEnd(1)
     try:
-        end = JobRunner(runner.function, runner.folder, ranks).run(*job)
+        end = job.JobRunner(runner.function, runner.folder, ranks).run(*arguments)
         return end
     finally:
         ranks.shutdown(end.code)
@@ -181,7 +174,7 @@ def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
     if problems:
         problems = [problem.hiding(checked.environment) for problem in problems]
         _write_result(result_dir, args, "invalid", str(ConfigError(problems)))
-        return print_problems(problems)
+        return job.print_problems(problems)
     if args.check and (task.sweep_run is None or not task.sweep_run.grid):
         print("config OK; nothing was started (--check)")
         return 0
@@ -192,7 +185,7 @@ def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
     return None
 
 
-def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> list[Problem]:
+def _problems(args: Namespace, checked: CheckedOverrides, runner: job.JobRunner) -> list[Problem]:
     """Return every problem of the command; a sweep's jobs are checked later, one by one."""
     from titanlike.core.checkpoint.discovery import resumed_config
     from titanlike.run import checks
@@ -206,9 +199,9 @@ def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> 
     if checked.multirun:
         # a search's jobs are unknown: check the first values
         if args.check and checked.sweep is not None and not checked.sweep.grid:
-            known = known + config_problems(config, None, known)
+            known = known + job.config_problems(config, None, known)
         return known
-    if os.path.exists(Path(config.run_dir) / SWEEP_FILE):  # False if the name is too long
+    if os.path.exists(Path(config.run_dir) / job.SWEEP_FILE):  # False if the name is too long
         fix = f"run_dir={config.run_dir}/NAME"
         return [*known, Problem("run_dir", config.run_dir, "holds a sweep", fix)]
     if runner.restart:
@@ -225,13 +218,13 @@ def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> 
             start_workers()
         return []
     when_valid = start_workers if may_start and not (known or args.check) else None
-    found = config_problems(config, ranks, known, when_valid)
+    found = job.config_problems(config, ranks, known, when_valid)
     return known + [checked.with_fix(problem) for problem in found]
 
 
 def _write_result(result_dir: str | None, args: Namespace, status: Status, error: str) -> None:
     if result_dir is not None:
-        ResultReporter(Path(result_dir), args.overrides, 1).write(status, error=error)
+        job.ResultReporter(Path(result_dir), args.overrides, 1).write(status, error=error)
 
 
 def _run(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
@@ -252,7 +245,7 @@ def _run(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
     except JobFailed:
         code = 1  # already reported
     except ConfigError as error:
-        code = print_problems(error.problems)
+        code = job.print_problems(error.problems)
     except Exception as error:
         unwritten = isinstance(error, OSError) and error.errno in _OF_STORAGE
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -268,7 +261,7 @@ def _run(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
         elif sweep_run is not None and sweep_run.jobs and not sweep_run.grid:  # every trial failed
             print(f"the search ends: {problem.reason}", file=sys.stderr)
         else:
-            code = print_problems([problem])
+            code = job.print_problems([problem])
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
         if sweep_run is not None:

@@ -17,22 +17,9 @@ from titanlike.core.config.groups.watching import Wandb
 from titanlike.core.config.imports import outside_code
 from titanlike.core.config.parse import write_config
 from titanlike.core.config.schema import Config
+from titanlike.core.launch import failures, signals
 from titanlike.core.launch.environment import RestartState, available_cores, will_restart
-from titanlike.core.launch.failures import (
-    Failure,
-    JobFailed,
-    describe,
-    record_for_torchrun,
-    root_cause,
-)
 from titanlike.core.launch.run_dir_lock import lock_run_dir
-from titanlike.core.launch.signals import (
-    MAX_TIME,
-    Interrupted,
-    StopRequest,
-    interruptible,
-    stop_reason,
-)
 from titanlike.core.launch.worker import Job, run_alone
 from titanlike.core.metrics.goodput import goodput
 from titanlike.core.metrics.run_files import Events, Status, write_result
@@ -104,9 +91,9 @@ class JobRunner:
             logger, sweep = config.logger, os.environ.get("WANDB_RUN_GROUP") or name[0]
             group, run_name = logger.group or sweep, logger.run_name or name[1]
             config = replace(config, logger=replace(logger, group=group, run_name=run_name))
-        stop = StopRequest()
+        stop = signals.StopRequest()
         reporter = ResultReporter(run_dir, overrides, config.world_size, stop)
-        with interruptible(reporter.interrupted, stop), lock_run_dir(run_dir):
+        with signals.interruptible(reporter.interrupted, stop), lock_run_dir(run_dir):
             try:
                 # 2. fit it to the available ranks, check and write it
                 config = self._prepare(config, problems, run_dir, single=name is None)
@@ -126,7 +113,7 @@ class JobRunner:
                     workers = self.workers() if self.workers and name is None else None
                     result = run_local(job, stop, restarted, workers)
             # 4. write result.json
-            except Interrupted as interrupted:
+            except signals.Interrupted as interrupted:
                 reporter.interrupted(interrupted)
                 self._write_report(config, run_dir)
                 raise
@@ -134,12 +121,12 @@ class JobRunner:
                 error = ConfigError(item.hiding(self.environment) for item in invalid.problems)
                 reporter.write("invalid", error=str(error))
                 return JobEnd(print_problems(error.problems), str(error))
-            except JobFailed as failed:
+            except failures.JobFailed as failed:
                 if not failed.taken_over:
                     reporter.job_failed(failed)
                     self._write_report(config, run_dir)
                 print(f"\n{failed}", file=sys.stderr)
-                record_for_torchrun(failed)
+                failures.record_for_torchrun(failed)
                 code = 2 if failed.invalid else 1
                 return JobEnd(code, failed.error, ends_sweep=failed.ends_sweep)
             value, code = result.get("value"), result.get("exit_code", 0)
@@ -153,7 +140,7 @@ class JobRunner:
             reporter.write(status, value, error_text if stopped else None, verification)
             self._write_report(config, run_dir)
         # a signal ends the sweep, too
-        by_signal = stopped is not None and stopped != stop_reason(MAX_TIME)
+        by_signal = stopped is not None and stopped != signals.stop_reason(signals.MAX_TIME)
         return JobEnd(code, error_text, value, ends_sweep=by_signal)
 
     def _write_report(self, config: Config, run_dir: Path) -> None:
@@ -226,9 +213,9 @@ def config_problems(
     except Exception as error:
         if known:  # defaults replace unparsed values, and may not fit together
             return []
-        failure = describe(0, error)
+        failure = failures.describe(0, error)
         text = f"{failure.error}\n{failure.frames}".rstrip()
-        raise JobFailed(text, failure.error) from error
+        raise failures.JobFailed(text, failure.error) from error
     keys = {problem.key.lstrip("+~") for problem in known}
     unique = {str(problem): problem for problem in others if problem.key not in keys}
     return list(unique.values())
@@ -238,7 +225,7 @@ def _warn(text: str) -> None:
     print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
-def restarted_config(config: Config, failed: JobFailed, number: int) -> Config:
+def restarted_config(config: Config, failed: failures.JobFailed, number: int) -> Config:
     """Report restart `number` after a failure, also in events.jsonl; return the config for it."""
     from titanlike.core.checkpoint.discovery import resumed_config
 
@@ -255,10 +242,14 @@ class ResultReporter:
     """Writes result.json when a job ends, from any thread."""
 
     def __init__(
-        self, run_dir: Path, overrides: list[str], world_size: int, stop: StopRequest | None = None
+        self,
+        run_dir: Path,
+        overrides: list[str],
+        world_size: int,
+        stop: signals.StopRequest | None = None,
     ) -> None:
         self._run_dir, self._overrides, self._world_size = run_dir, overrides, world_size
-        self._stop = stop or StopRequest()
+        self._stop = stop or signals.StopRequest()
         self._start = time.monotonic()
         (run_dir / "result.json").unlink(missing_ok=True)  # from an earlier launch
 
@@ -277,13 +268,13 @@ class ResultReporter:
         except OSError as problem:  # a full disk must not hide how the job ended
             print(f"result.json could not be written: {problem}", file=sys.stderr)
 
-    def job_failed(self, failed: JobFailed) -> None:
+    def job_failed(self, failed: failures.JobFailed) -> None:
         self.write("invalid" if failed.invalid else "failed", error=failed.error)
 
-    def interrupted(self, interrupted: Interrupted) -> None:
+    def interrupted(self, interrupted: signals.Interrupted) -> None:
         """Report a signal, or the failure of another rank, for which torchrun sent it."""
         self._stop.peer_failed()  # finds the rank that exited without an error
-        cause = root_cause(self._run_dir)
+        cause = failures.root_cause(self._run_dir)
         if cause is None or cause.transport:
             self.write("interrupted", error=str(interrupted))
         else:
@@ -291,9 +282,9 @@ class ResultReporter:
             self.write("failed", error=failed.error)
             print(f"\n{failed}", file=sys.stderr)
 
-    def failed(self, failure: Failure) -> None:
+    def failed(self, failure: failures.Failure) -> None:
         """Report a hang, after which this process exits."""
-        cause = root_cause(self._run_dir) or failure
+        cause = failures.root_cause(self._run_dir) or failure
         failed = cause.to_job_failed(self._run_dir, self._world_size)
         self.write("failed", error=failed.error)
         print(f"\n{failed}", file=sys.stderr, flush=True)
@@ -305,5 +296,5 @@ def print_problems(problems: list[Problem]) -> int:
     count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
     lines = "\n".join(f"  {problem}" for problem in error.problems)
     print(f"{count} in the config; nothing was started\n{lines}", file=sys.stderr)
-    record_for_torchrun(error)
+    failures.record_for_torchrun(error)
     return 2

@@ -44,16 +44,8 @@ from typing import Any, NoReturn
 from titanlike.core.config import files
 from titanlike.core.config.errors import ConfigError, Problem
 from titanlike.core.config.schema import Config
+from titanlike.core.launch import failures
 from titanlike.core.launch.environment import import_path, interpreter, workers_environment
-from titanlike.core.launch.failures import (
-    Failure,
-    JobFailed,
-    clear_failures,
-    describe,
-    describe_exit,
-    root_cause,
-    write_failure,
-)
 from titanlike.core.launch.process_end import leave, no_garbage_collection
 from titanlike.core.launch.rendezvous import barrier
 from titanlike.core.launch.signals import (
@@ -76,7 +68,7 @@ _PREFIX, _LOCK = "titanlike-", "driver.lock"  # of scratch folders
 def run_local(
     job: Job,
     stop: StopRequest,
-    restarted_config: Callable[[JobFailed, int], Config] | None = None,
+    restarted_config: Callable[[failures.JobFailed, int], Config] | None = None,
     prestarted: PrestartedWorkers | None = None,
 ) -> dict[str, Any]:
     """Run a job in workers on this machine. Returns the result of rank 0's function.
@@ -86,20 +78,20 @@ def run_local(
     or after a stop request. Raises JobFailed with the root cause of the last failure, or
     Interrupted. prestarted: workers that may be running already.
     """
-    clear_failures(job.run_dir)
+    failures.clear_failures(job.run_dir)
     restarts = job.config.launch.max_restarts if restarted_config is not None else 0
     with prestarted or PrestartedWorkers() as workers:
         restart = 0
         while True:
             try:
                 return run_workers(job, stop, workers.adopt(job.config.world_size, job.function))
-            except JobFailed as failed:
+            except failures.JobFailed as failed:
                 no_more = restart == restarts or failed.permanent or stop.received
                 if no_more or restarted_config is None:
                     raise
                 restart += 1
                 job = replace(job, config=restarted_config(failed, restart))
-            clear_failures(job.run_dir)
+            failures.clear_failures(job.run_dir)
 
 
 def run_workers(job: Job, stop: StopRequest, workers: WorkerProcesses) -> dict[str, Any]:
@@ -107,7 +99,7 @@ def run_workers(job: Job, stop: StopRequest, workers: WorkerProcesses) -> dict[s
     with stop.forwarding(workers.folder):
         deaths = workers.run(job.to_json())
     if deaths:
-        cause = root_cause(job.run_dir, deaths, scratch=workers.folder)
+        cause = failures.root_cause(job.run_dir, deaths, scratch=workers.folder)
         assert cause is not None, "a rank failed without a cause"
         raise cause.to_job_failed(job.run_dir, workers.count)
     return json.loads((workers.folder / "result.json").read_text(encoding="utf-8"))
@@ -148,14 +140,15 @@ class WorkerProcesses:
         self.count, self.folder = count, folder
         self._pids: dict[int, int] = {}  # of forked ranks
         self._codes: dict[int, int] = {}  # exit codes of ended ranks; -N = by signal N
-        self._deaths: dict[int, Failure] = {}  # of ranks that failed, or ended before the job
+        # of ranks that failed, or ended before the job
+        self._deaths: dict[int, failures.Failure] = {}
         self._done: set[int] = set()  # ranks that reached the end of the job, or reported an error
         call = f"serve({str(folder)!r}, {os.getpid()}, {function!r}, {count})"
         command, env = _python(import_path(), "serve", call), workers_environment(count)
         # a new session: the driver receives a terminal's Ctrl-C, and forwards it
         self._server = subprocess.Popen(command, env=env, start_new_session=True)
 
-    def run(self, job: str) -> list[Failure]:
+    def run(self, job: str) -> list[failures.Failure]:
         """Run a job (JSON) to its end; returns the failures. After one, all other ranks are ended."""
         files.atomic_write_text(self.folder / "job.json", job, sync=False)
         try:
@@ -200,14 +193,14 @@ class WorkerProcesses:
                 elif rank not in self._codes:
                     self._codes[rank], left = number, rank in self._done
                     if number or not left:  # if `left`, it failed to write its error
-                        end = describe_exit(number)
-                        self._deaths[rank] = Failure(rank, end, "", left, float(*when))
+                        end = failures.describe_exit(number)
+                        self._deaths[rank] = failures.Failure(rank, end, "", left, float(*when))
         running = [rank for rank in range(self.count) if rank not in self._codes]
         if gone is not None and running:  # the server was killed, and its children with it
-            end = f"the process that forks the ranks was lost: {describe_exit(gone)}"
+            end = f"the process that forks the ranks was lost: {failures.describe_exit(gone)}"
             for rank in running:
                 self._codes[rank] = gone
-                lost = Failure(rank, end, "", False, time.time(), names_rank=True)
+                lost = failures.Failure(rank, end, "", False, time.time(), names_rank=True)
                 self._deaths[rank] = lost
             return []
         return running
@@ -342,17 +335,17 @@ def rank_main(scratch: str, parent: int) -> NoReturn:
             except Interrupted:
                 raise
             except BaseException as error:
-                _leave_failed(folder, describe(rank, error))
+                _leave_failed(folder, failures.describe(rank, error))
             _note_end(folder, rank)
     except Interrupted as interrupted:  # even while an error is being reported
         exit_now(interrupted.exit_code)
     leave(0)
 
 
-def _leave_failed(folder: Path, failure: Failure) -> None:
+def _leave_failed(folder: Path, failure: failures.Failure) -> None:
     if not failure.transport:  # not to run_dir, which may be lost or taken over
         with contextlib.suppress(OSError):  # deleted: the driver has read a peer's cause
-            write_failure(folder, failure)
+            failures.write_failure(folder, failure)
     _note_end(folder, failure.rank)
     exit_now(1)  # destroying the process groups would look like the root cause to peers
 

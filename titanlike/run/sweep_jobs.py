@@ -24,12 +24,7 @@ from titanlike.core.config.errors import ConfigError, Problem, quoted
 from titanlike.core.config.imports import outside
 from titanlike.core.config.parse import to_plain
 from titanlike.core.config.schema import Config
-from titanlike.core.launch.environment import (
-    available_cores,
-    import_path,
-    interpreter,
-    without_rank_variables,
-)
+from titanlike.core.launch import environment
 from titanlike.core.launch.failures import JobFailed, describe_exit
 from titanlike.core.launch.signals import Interrupted, StopRequest, interruptible
 from titanlike.run.job import JobRunner, ResultReporter, config_problems
@@ -136,17 +131,17 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: Mapping[int, Config]
 def _start(sweep: SweepRun, runner: JobRunner, number: int, config: Config) -> JobProcess:
     """Launch a job's process, as if its command had been typed. Raises OSError."""
     reporter, folder = _reporter(sweep, number), sweep.job_folder(number)
-    env = without_rank_variables(os.environ)
+    env = environment.without_rank_variables(os.environ)
     env.setdefault("WANDB_RUN_GROUP", sweep.group)
     env["WANDB_NAME"] = sweep.job_name(number) or sweep.group
     words = [*sweep.options(), *sweep.jobs[number], "hydra.mode=RUN", f"hydra.job.num={number}"]
     words += [f"run_dir={quoted(str(sweep.folder / str(number)))}"]
-    command = [*interpreter(), "-c", _program(runner, folder), *words]
+    command = [*environment.interpreter(), "-c", _program(runner, folder), *words]
     with contextlib.ExitStack() as stack:
         output = None
         if sweep.parallel > 1:
             output = stack.enter_context((folder / OUTPUT).open("ab"))
-            threads = max(1, available_cores() // (sweep.parallel * config.world_size))
+            threads = max(1, environment.available_cores() // (sweep.parallel * config.world_size))
             env.setdefault("OMP_NUM_THREADS", str(threads))
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -195,7 +190,7 @@ def _program(runner: JobRunner, folder: Path) -> str:
     """Return the Python code of a job's process, with the sweep's import path and program."""
     call = f"start_job{(runner.function, runner.folder, str(folder), True)!r}"
     return (
-        f"import sys; sys.path[:] = {import_path()!r}; sys.argv[0] = {sys.argv[0]!r}; "
+        f"import sys; sys.path[:] = {environment.import_path()!r}; sys.argv[0] = {sys.argv[0]!r}; "
         "from signal import SIGTERM; from titanlike.core.launch.signals import die_with_parent; "
         f"die_with_parent({os.getpid()}, SIGTERM); "  # a stop request, if it trains
         f"from titanlike.cli import run_as_process, start_job; run_as_process(lambda: {call})"

@@ -16,20 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.core.checkpoint.state_dict import DTYPES
+from titanlike.core.config import received
 from titanlike.core.config.errors import nearest, quoted
 from titanlike.core.config.groups.jobs import Sample
 from titanlike.core.config.imports import TRUST_CODE
 from titanlike.core.config.keys import value_problems
 from titanlike.core.config.parse import write_config
 from titanlike.core.config.program import argument_parser, exit_code
-from titanlike.core.config.received import (
-    Consent,
-    check_places,
-    is_inside,
-    is_place,
-    named_outside,
-    read_run,
-)
 from titanlike.core.device.choose import first_device
 from titanlike.core.launch.environment import child_environment, python
 from titanlike.use.generate import LoadedModel, generate, load_model
@@ -101,8 +94,8 @@ def _load(arguments: argparse.Namespace) -> LoadedModel:
     return load_model(arguments.run, device, dtype, ema=arguments.ema, consent=_consent(arguments))
 
 
-def _consent(arguments: argparse.Namespace) -> Consent:
-    return Consent(arguments.settings, arguments.line, arguments.trust_code)
+def _consent(arguments: argparse.Namespace) -> received.Consent:
+    return received.Consent(arguments.settings, arguments.line, arguments.trust_code)
 
 
 # --- generate -----------------------------------------------------------------------------------
@@ -117,7 +110,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     sample_keys = [key for key in keys if key != "seed"]
     sampling, problems = Sampling(), []
     for word in arguments.settings:
-        if is_place(word):
+        if received.is_place(word):
             continue
         key, equals, value = word.partition("=")
         if key not in keys or not equals:
@@ -214,7 +207,7 @@ def _perplexity(arguments: argparse.Namespace) -> int:
         fix = "write the directory of a run, which has a config.yaml"
         raise ValueError(f"RUN={run}: is no run directory; {fix}")
     # the run's own path is no other data: it is named to say that it may be read
-    own = f"data.path={getattr(read_run(run).data, 'path', None)}" if is_run else ""
+    own = f"data.path={getattr(received.read_run(run).data, 'path', None)}" if is_run else ""
     others = [word for word in words if word.startswith(("data=", "data.path=")) and word != own]
     is_other = not is_run or bool(others)
     part = ["evaluate.part=all"] if is_other and "evaluate.part" not in keys else []
@@ -239,7 +232,7 @@ def _job(words: list[str]) -> int:
 
 
 def _tasks(arguments: argparse.Namespace) -> int:
-    check_places(arguments.settings)
+    received.check_places(arguments.settings)
     for package in ("lm_eval", "transformers"):
         if importlib.util.find_spec(package) is None:
             reason = f"{package} is not installed"
@@ -268,10 +261,10 @@ def _in_layout(arguments: argparse.Namespace, words: list[str]) -> int:
         fix = "give --tasks, or read val_loss_ema in metrics.jsonl"
         raise ValueError(f"--ema: a job in the run's own layout loads its weights; {fix}")
     run = Path(arguments.run).expanduser()
-    path, config = run / "config.yaml", read_run(run)
-    named, checkpoints = named_outside(config, run), run / "checkpoints"
+    path, config = run / "config.yaml", received.read_run(run)
+    named, checkpoints = received.named_outside(config, run), run / "checkpoints"
     is_link = config.checkpoint.folder is None and checkpoints.is_symlink()
-    if is_link and not is_inside([str(checkpoints)], run):
+    if is_link and not received.is_inside([str(checkpoints)], run):
         named["checkpoint.folder"] = str(checkpoints.resolve())
     _consent(arguments).check(path, named)
     folder = run / "perplexity"

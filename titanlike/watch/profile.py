@@ -24,12 +24,7 @@ from titanlike.core.config.schema import Config
 from titanlike.core.launch.hang import read_action
 from titanlike.core.launch.watchdog import Watchdog
 from titanlike.core.launch.worker import Worker
-from titanlike.core.torch_private.accelerator import (
-    has_memory_history,
-    start_memory_history,
-    stop_memory_history,
-    write_memory_history,
-)
+from titanlike.core.torch_private import accelerator
 from titanlike.core.training.build import Run
 
 
@@ -57,7 +52,7 @@ class Profile:
         self._ranks = sorted({*settings.ranks}) or first_ranks
         self._records, self._device = self._rank in self._ranks, mesh.device
         self._trace = isinstance(settings, TraceProfile)
-        self._snapshots = not self._trace and has_memory_history(self._device)
+        self._snapshots = not self._trace and accelerator.has_memory_history(self._device)
         self._profiler: profile | None = None  # on ranks that record a trace, once started
 
     def describe(self, start: int) -> str:
@@ -99,7 +94,7 @@ class Profile:
         self._ranges.close()
         if self._snapshots:
             if begins:
-                start_memory_history(self._device)
+                accelerator.start_memory_history(self._device)
         elif self._profiler is not None:
             self._profiler.step()
         else:
@@ -158,13 +153,13 @@ class Profile:
             if self._profiler is not None:
                 self._profiler.stop()  # calls on_trace_ready
             else:
-                write_memory_history(self._device, self._path(".pickle"))
+                accelerator.write_memory_history(self._device, self._path(".pickle"))
         except Exception:  # whatever the profiler raises: the run is worth more
             print(f"the profile could not be written\n{traceback.format_exc()}", file=sys.stderr)
             return False
         finally:
             if self._snapshots:
-                stop_memory_history(self._device)
+                accelerator.stop_memory_history(self._device)
         return True
 
 

@@ -20,15 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.core.config import files
+from titanlike.core.metrics import summary
 from titanlike.core.metrics.goodput import goodput_text
 from titanlike.core.metrics.run_files import STARTS, changed_keys, flat, read_result
-from titanlike.core.metrics.summary import (
-    flat_record,
-    is_number,
-    jsonl_records,
-    parse_records,
-    summarize,
-)
 
 if TYPE_CHECKING:
     from titanlike.watch.chart import Chart
@@ -115,13 +109,13 @@ def read_history(
     quick: read only evenly spaced records of a long run, and all validations. charts_of: makes its
     charts. Raises FileNotFoundError if run_dir has no run's files.
     """
-    starts = [*jsonl_records(run_dir / STARTS, b'"config"')]
+    starts = [*summary.jsonl_records(run_dir / STARTS, b'"config"')]
     metrics = run_dir / "metrics.jsonl"
     if not (starts or metrics.exists() or (run_dir / "config.yaml").exists()):
         raise FileNotFoundError(f"{run_dir} is no run's directory: it has no metrics.jsonl")
     sampled = quick and metrics.is_file() and metrics.stat().st_size > QUICK
-    records = _spread_records(metrics, points) if sampled else [*jsonl_records(metrics)]
-    records = [*map(flat_record, records)]
+    records = _spread_records(metrics, points) if sampled else [*summary.jsonl_records(metrics)]
+    records = [*map(summary.flat_record, records)]
     parts = sorted({name for record in records for name in record if "/" in name})
     newest = starts[-1] if starts else {}
     custom = _object(_object(_object(newest.get("config")).get("metrics")).get("own"))
@@ -132,13 +126,13 @@ def read_history(
         result = {}
     layout = _object(newest.get("layout"))
     charts = [*charts_of(run_dir, layout)] if charts_of else []
-    samples = deque(jsonl_records(run_dir / "samples.jsonl"), maxlen=_SAMPLES)
+    samples = deque(summary.jsonl_records(run_dir / "samples.jsonl"), maxlen=_SAMPLES)
     return {
         "name": run_dir.resolve().name,
         "folder": str(run_dir),
         "result": result,  # {} if the run has not ended
         "last": records[-1] if records else {},
-        "summary": asdict(summarize(run_dir)),
+        "summary": asdict(summary.summarize(run_dir)),
         "logged": _link(run_dir / "wandb" / "run_url"),
         # name -> points (step, tokens or samples, value; None for nan)
         "curves": {
@@ -187,7 +181,7 @@ def _link(path: Path) -> str:
 def _thinned(records: list[dict[str, Any]], name: str, limit: int) -> list[list[float | None]]:
     """Reduce a curve to at most `limit` points: the first, the last, and the lowest and highest of
     equal parts, so that no spike disappears."""
-    points = present = [record for record in records if is_number(record, name)]
+    points = present = [record for record in records if summary.is_number(record, name)]
     if len(present) > limit:
         size = math.ceil(len(present) / max(1, (limit - 2) // 2))
         points = [present[0]]
@@ -204,7 +198,7 @@ def _thinned(records: list[dict[str, Any]], name: str, limit: int) -> list[list[
 
 def _finite(record: dict[str, Any], key: str) -> float | None:
     """A number rounded to six digits; None if it is missing, nan or infinite."""
-    if not is_number(record, key) or not math.isfinite(value := record[key]):
+    if not summary.is_number(record, key) or not math.isfinite(value := record[key]):
         return None
     return value if type(value) is int else float(f"{value:.6g}")
 
@@ -238,18 +232,22 @@ def _spread_records(path: Path, count: int) -> list[dict[str, Any]]:
                 position = text.find(b'"val_loss"', position + max(1, size // (4 * count)))
             ends = {begin: text.find(b"\n", begin) for begin in sorted(begins)}
             lines = (text[begin : end if end >= 0 else size] for begin, end in ends.items())
-            return [*parse_records(lines)]
+            return [*summary.parse_records(lines)]
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
     """Evenly spaced saves, and the newest of the other events."""
     saves: list[dict[str, Any]] = []
     others = deque[dict[str, Any]](maxlen=_EVENTS)
-    for event in jsonl_records(path):
+    for event in summary.jsonl_records(path):
         if isinstance(kind := event.get("event"), str):
             path_or_reason = f"by {event.get('by')}" if kind == "stop" else _text(event.get("path"))
             shown = {"step": event["step"], "event": kind, "time": _time(event)}
-            if kind == "redone" and is_number(event, "steps") and is_number(event, "seconds"):
+            if (
+                kind == "redone"
+                and summary.is_number(event, "steps")
+                and summary.is_number(event, "seconds")
+            ):
                 path_or_reason = f"{event['steps']} steps, which took {event['seconds']:.1f} s"
             shown["text"] = _text(event.get("text")) or path_or_reason
             (saves if kind in ("saved", "saved_model") else others).append(shown)

@@ -14,17 +14,7 @@ from math import prod
 from typing import Any, Literal
 
 from titanlike.core.config import keys
-from titanlike.core.config.groups.computation import (
-    ActivationCheckpoint,
-    EveryActivationCheckpoint,
-    FitActivationCheckpoint,
-    Float8Precision,
-    Fsdp,
-    Mxfp8Precision,
-    Numerics,
-    Precision,
-    SelectiveActivationCheckpoint,
-)
+from titanlike.core.config.groups import computation, jobs, optimization, pipeline, watching
 from titanlike.core.config.groups.data import (
     ChatData,
     HFData,
@@ -36,50 +26,7 @@ from titanlike.core.config.groups.data import (
     TokenData,
 )
 from titanlike.core.config.groups.hardware import CpuHardware, Hardware, NoHardware
-from titanlike.core.config.groups.jobs import (
-    Bench,
-    Checkpoint,
-    Evaluate,
-    Launch,
-    Sample,
-    Sweep,
-    Validation,
-    Verify,
-)
-from titanlike.core.config.groups.optimization import (
-    ChunkedCrossEntropy,
-    ConstantLr,
-    CrossEntropy,
-    DecayLr,
-    Ema,
-    Mse,
-    WsdLr,
-)
-from titanlike.core.config.groups.pipeline import (
-    AutoSchedule,
-    AutoSplit,
-    BalanceSplit,
-    CsvSchedule,
-    CustomSchedule,
-    EvenSplit,
-    LoopedSchedule,
-    LoopedZeroBubbleSchedule,
-    PointSplit,
-    Schedule,
-    TraceSplit,
-    ZeroBubbleSchedule,
-)
 from titanlike.core.config.groups.user_code import Custom, CustomOptimizer, Model
-from titanlike.core.config.groups.watching import (
-    MemoryProfile,
-    Metrics,
-    NoLogger,
-    NoProfile,
-    TensorBoard,
-    Timeline,
-    TraceProfile,
-    Wandb,
-)
 from titanlike.core.config.keys import MAX_RANKS, Seconds, key
 from titanlike.core.config.optimizer import Optimizer, optimizer_kinds
 from titanlike.core.config.optimizers.adamw import AdamW
@@ -183,40 +130,52 @@ class Config:
     )
     # the model's keys are its constructor's arguments: see titanlike/models
     model: Model = key(lambda: Model("llama"), "model family or import path, and its arguments")
-    split: EvenSplit | PointSplit | BalanceSplit | AutoSplit = key(EvenSplit, "where stages begin")
-    schedule: Schedule | CsvSchedule | AutoSchedule | CustomSchedule = key(
-        Schedule, "pipeline schedule"
+    split: pipeline.EvenSplit | pipeline.PointSplit | pipeline.BalanceSplit | pipeline.AutoSplit = (
+        key(pipeline.EvenSplit, "where stages begin")
     )
+    schedule: (
+        pipeline.Schedule | pipeline.CsvSchedule | pipeline.AutoSchedule | pipeline.CustomSchedule
+    ) = key(pipeline.Schedule, "pipeline schedule")
     data: (
         TextData | HFData | TokenData | MixtureData | ChatData | StreamData | SyntheticData | Custom
     ) = key(TextData, "training data")
     optimizer: Optimizer | CustomOptimizer = key(AdamW, "optimizer")
-    ema: Ema = key(Ema, "average of the weights")
-    lr: ConstantLr | DecayLr | WsdLr | Custom = key(WsdLr, "learning-rate schedule")
-    loss: CrossEntropy | ChunkedCrossEntropy | Mse | Custom = key(CrossEntropy, "loss function")
-    precision: Precision = key(Precision, "compute precision")
-    numerics: Numerics = key(Numerics, "order of sums: fast, or bitwise equal in all layouts")
-    activation_checkpoint: ActivationCheckpoint = key(
-        ActivationCheckpoint, "which activations are recomputed in the backward"
+    ema: optimization.Ema = key(optimization.Ema, "average of the weights")
+    lr: optimization.ConstantLr | optimization.DecayLr | optimization.WsdLr | Custom = key(
+        optimization.WsdLr, "learning-rate schedule"
     )
-    fsdp: Fsdp = key(Fsdp, "sharding inside a stage")
-    metrics: Metrics = key(Metrics, "what is recorded of each step")
-    validation: Validation = key(Validation, "loss on the validation data")
-    sample: Sample = key(Sample, "texts written by the model during training")
-    evaluate: Evaluate = key(Evaluate, "perplexity of a checkpoint")
-    verify: Verify = key(Verify, "comparison with one process")
-    bench: Bench = key(Bench, "comparison with a plain PyTorch loop")
-    checkpoint: Checkpoint = key(Checkpoint, "saving and resuming")
-    logger: Wandb | TensorBoard | NoLogger = key(Wandb, "metrics sink besides metrics.jsonl")
-    profile: NoProfile | TraceProfile | MemoryProfile = key(
-        NoProfile, "detailed recording of a few steps, into run_dir/profile"
+    loss: (
+        optimization.CrossEntropy | optimization.ChunkedCrossEntropy | optimization.Mse | Custom
+    ) = key(optimization.CrossEntropy, "loss function")
+    precision: computation.Precision = key(computation.Precision, "compute precision")
+    numerics: computation.Numerics = key(
+        computation.Numerics, "order of sums: fast, or bitwise equal in all layouts"
     )
-    timeline: Timeline = key(Timeline, "a few steps as they were computed, rank by rank")
+    activation_checkpoint: computation.ActivationCheckpoint = key(
+        computation.ActivationCheckpoint, "which activations are recomputed in the backward"
+    )
+    fsdp: computation.Fsdp = key(computation.Fsdp, "sharding inside a stage")
+    metrics: watching.Metrics = key(watching.Metrics, "what is recorded of each step")
+    validation: jobs.Validation = key(jobs.Validation, "loss on the validation data")
+    sample: jobs.Sample = key(jobs.Sample, "texts written by the model during training")
+    evaluate: jobs.Evaluate = key(jobs.Evaluate, "perplexity of a checkpoint")
+    verify: jobs.Verify = key(jobs.Verify, "comparison with one process")
+    bench: jobs.Bench = key(jobs.Bench, "comparison with a plain PyTorch loop")
+    checkpoint: jobs.Checkpoint = key(jobs.Checkpoint, "saving and resuming")
+    logger: watching.Wandb | watching.TensorBoard | watching.NoLogger = key(
+        watching.Wandb, "metrics sink besides metrics.jsonl"
+    )
+    profile: watching.NoProfile | watching.TraceProfile | watching.MemoryProfile = key(
+        watching.NoProfile, "detailed recording of a few steps, into run_dir/profile"
+    )
+    timeline: watching.Timeline = key(
+        watching.Timeline, "a few steps as they were computed, rank by rank"
+    )
     hardware: NoHardware | Hardware = key(
         NoHardware, "devices and links that a plan assumes (titanlike plan)"
     )
-    launch: Launch = key(Launch, "launching and monitoring the workers")
-    sweep: Sweep = key(Sweep, "many runs from one command (-m)")
+    launch: jobs.Launch = key(jobs.Launch, "launching and monitoring the workers")
+    sweep: jobs.Sweep = key(jobs.Sweep, "many runs from one command (-m)")
 
     @property
     def world_size(self) -> int:
@@ -326,33 +285,46 @@ def _by_name(*choices: Any) -> dict[str, Any]:
 
 # group -> name of the choice -> dataclass of its keys
 VARIANTS: dict[str, dict[str, type[Any]]] = {
-    "split": _by_name(EvenSplit, PointSplit, TraceSplit, BalanceSplit, AutoSplit),
+    "split": _by_name(
+        pipeline.EvenSplit,
+        pipeline.PointSplit,
+        pipeline.TraceSplit,
+        pipeline.BalanceSplit,
+        pipeline.AutoSplit,
+    ),
     "schedule": {
-        **dict.fromkeys(("gpipe", "1f1b"), Schedule),
-        **dict.fromkeys(("interleaved1f1b", "loopedbfs"), LoopedSchedule),
-        "interleavedzerobubble": LoopedZeroBubbleSchedule,
-        **dict.fromkeys(("zbh1", "zbh2", "vhalf", "vmin"), ZeroBubbleSchedule),
-        **dict.fromkeys(("zbvzerobubble", "dualpipev"), ZeroBubbleSchedule),
-        **_by_name(CsvSchedule, AutoSchedule),
+        **dict.fromkeys(("gpipe", "1f1b"), pipeline.Schedule),
+        **dict.fromkeys(("interleaved1f1b", "loopedbfs"), pipeline.LoopedSchedule),
+        "interleavedzerobubble": pipeline.LoopedZeroBubbleSchedule,
+        **dict.fromkeys(("zbh1", "zbh2", "vhalf", "vmin"), pipeline.ZeroBubbleSchedule),
+        **dict.fromkeys(("zbvzerobubble", "dualpipev"), pipeline.ZeroBubbleSchedule),
+        **_by_name(pipeline.CsvSchedule, pipeline.AutoSchedule),
     },
     "data": _by_name(TextData, HFData, TokenData, MixtureData, ChatData, StreamData, SyntheticData),
     "optimizer": optimizer_kinds(),
-    "lr": {"constant": ConstantLr, "linear": DecayLr, "cosine": DecayLr, "wsd": WsdLr},
-    "loss": _by_name(CrossEntropy, ChunkedCrossEntropy, Mse),
+    "lr": {
+        "constant": optimization.ConstantLr,
+        "linear": optimization.DecayLr,
+        "cosine": optimization.DecayLr,
+        "wsd": optimization.WsdLr,
+    },
+    "loss": _by_name(optimization.CrossEntropy, optimization.ChunkedCrossEntropy, optimization.Mse),
     "precision": {
-        "fp32": Precision,
-        "bf16": Precision,
-        **_by_name(Float8Precision, Mxfp8Precision),
+        "fp32": computation.Precision,
+        "bf16": computation.Precision,
+        **_by_name(computation.Float8Precision, computation.Mxfp8Precision),
     },
     "activation_checkpoint": {
-        **dict.fromkeys(("none", "full"), ActivationCheckpoint),
-        **_by_name(SelectiveActivationCheckpoint, EveryActivationCheckpoint),
-        **_by_name(FitActivationCheckpoint),
+        **dict.fromkeys(("none", "full"), computation.ActivationCheckpoint),
+        **_by_name(
+            computation.SelectiveActivationCheckpoint, computation.EveryActivationCheckpoint
+        ),
+        **_by_name(computation.FitActivationCheckpoint),
     },
-    "numerics": dict.fromkeys(("fast", "exact"), Numerics),
-    "verify": dict.fromkeys(("auto", "required", "off"), Verify),
-    "logger": _by_name(Wandb, TensorBoard, NoLogger),
-    "profile": _by_name(NoProfile, TraceProfile, MemoryProfile),
+    "numerics": dict.fromkeys(("fast", "exact"), computation.Numerics),
+    "verify": dict.fromkeys(("auto", "required", "off"), jobs.Verify),
+    "logger": _by_name(watching.Wandb, watching.TensorBoard, watching.NoLogger),
+    "profile": _by_name(watching.NoProfile, watching.TraceProfile, watching.MemoryProfile),
     "hardware": {
         **_by_name(NoHardware),
         **dict.fromkeys(("a100_40g", "a100_80g", "h100_sxm", "h100_pcie", "h200"), Hardware),

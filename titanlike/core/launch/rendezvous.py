@@ -17,13 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from titanlike.core.config.errors import some_names
-from titanlike.core.launch.failures import (
-    Failure,
-    PeerFailed,
-    error_path,
-    peer_failed,
-    write_failure,
-)
+from titanlike.core.launch import failures
 from titanlike.core.launch.signals import StopRequest
 
 if TYPE_CHECKING:
@@ -117,7 +111,7 @@ def _poll(worker: Rank, key: str, timeout: float = math.inf) -> bool:
     while not worker.store.check([key]):
         # the key: else the rank has ended since
         if worker.stop_request.peer_failed() and not worker.store.check([key]):
-            raise PeerFailed
+            raise failures.PeerFailed
         if time.monotonic() > end:
             return False
         time.sleep(wait)
@@ -177,11 +171,12 @@ def peer_ended(run_dir: Path, rank: int, pids: list[tuple[int, int]]) -> bool:
     pids: (rank, process id) of the ranks on this machine.
     """
     for other, pid in pids:
-        if has_ended(pid) and not error_path(run_dir, other).exists():
+        if has_ended(pid) and not failures.error_path(run_dir, other).exists():
             text = f"its process ({socket.gethostname()}, pid {pid}) ended and wrote no error"
+            failure = failures.Failure(other, text, "", False, time.time(), by_peer=True)
             with contextlib.suppress(OSError):
-                write_failure(run_dir, Failure(other, text, "", False, time.time(), by_peer=True))
-    return peer_failed(run_dir, rank)
+                failures.write_failure(run_dir, failure)
+    return failures.peer_failed(run_dir, rank)
 
 
 def has_ended(pid: int) -> bool:

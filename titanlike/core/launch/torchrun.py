@@ -34,16 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.core.config.groups.jobs import Launch
+from titanlike.core.launch import failures
 from titanlike.core.launch.environment import RestartState, compiler_environment, will_restart
-from titanlike.core.launch.failures import (
-    Failure,
-    JobFailed,
-    clear_failures,
-    describe,
-    record_for_torchrun,
-    root_cause,
-    write_failure,
-)
 from titanlike.core.launch.rendezvous import FIRST_WAIT, LONGER, LONGEST_WAIT, barrier, in_words
 from titanlike.core.launch.signals import (
     GRACE,
@@ -91,10 +83,10 @@ class TorchrunRanks:
             self.restart_state.adopt_newest(text.decode() for text in self._store.multi_get(keys))
 
     def run(
-        self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None]
+        self, job: Job, stop: StopRequest, report_failure: Callable[[failures.Failure], None]
     ) -> dict[str, Any]:
         """Run a job on all ranks; called on rank 0. Returns and raises like `run_local`."""
-        clear_failures(job.run_dir)
+        failures.clear_failures(job.run_dir)
         self.restart_state.count_start()
         task = [job.to_json(), self.restart_state.to_json()]
         self._store.set(f"job{self._jobs}", json.dumps(task))
@@ -122,7 +114,7 @@ class TorchrunRanks:
             try:
                 with interruptible(interrupted, stop, grace=0):
                     self._run(job, stop)
-            except JobFailed as failed:
+            except failures.JobFailed as failed:
                 if failed.ends_sweep:
                     exit_now(1)
             except Interrupted as ended:
@@ -135,8 +127,9 @@ class TorchrunRanks:
     def _interrupted(self, run_dir: Path, interrupted: Interrupted) -> None:
         """Report that a signal ended this rank, marked as a consequence: a rank that ends without a
         report would be taken for the root cause."""
+        failure = failures.Failure(self.rank, str(interrupted), "", True, time.time())
         with contextlib.suppress(OSError):
-            write_failure(run_dir, Failure(self.rank, str(interrupted), "", True, time.time()))
+            failures.write_failure(run_dir, failure)
 
     def _next_task(self) -> Any:
         """Wait for the next (job as JSON, restart state), or the exit code if there are no more."""
@@ -153,7 +146,10 @@ class TorchrunRanks:
                 continue  # timeout: rank 0 is composing the config, or closing its last job
 
     def _run(
-        self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None] | None = None
+        self,
+        job: Job,
+        stop: StopRequest,
+        report_failure: Callable[[failures.Failure], None] | None = None,
     ) -> dict[str, Any]:
         import torch.distributed as dist
 
@@ -178,11 +174,11 @@ class TorchrunRanks:
             result = self.result = run_job(job, worker)
             outcome = "orphaned" if self._is_orphan() else ""
         except Exception as error:
-            failure = describe(self.rank, error)
+            failure = failures.describe(self.rank, error)
             if failure.transport:
                 stop.peer_failed()  # writes the errors of peers that ended silently
-            cause = root_cause(job.run_dir) or failure
-            record_for_torchrun(cause.to_job_failed(job.run_dir, self.world_size).error)
+            cause = failures.root_cause(job.run_dir) or failure
+            failures.record_for_torchrun(cause.to_job_failed(job.run_dir, self.world_size).error)
         # 2. release peers that wait for this rank; only now, as the error's frames held the process
         #    groups
         if failure is not None:
@@ -202,12 +198,12 @@ class TorchrunRanks:
             if failure is not None and failure.transport and missing and not stop.received:
                 text = f"rank {in_words(missing)} ended or does not respond: its peers have lost "
                 text += f"it, and it did not report an error within {GRACE:g} s"
-                failure = Failure(self.rank, text, "", False, time.time(), names_rank=True)
-            failure = failure or describe(self.rank, error)
+                failure = failures.Failure(self.rank, text, "", False, time.time(), names_rank=True)
+            failure = failure or failures.describe(self.rank, error)
             with contextlib.suppress(OSError):
-                write_failure(job.run_dir, failure)
-            cause = root_cause(job.run_dir) or failure
-            record_for_torchrun(cause.to_job_failed(job.run_dir, self.world_size).error)
+                failures.write_failure(job.run_dir, failure)
+            cause = failures.root_cause(job.run_dir) or failure
+            failures.record_for_torchrun(cause.to_job_failed(job.run_dir, self.world_size).error)
             outcomes = {self.rank: "stuck"}
         ends = {*outcomes.values()}
         if not {"failed", "stuck"} & ends:
@@ -223,7 +219,7 @@ class TorchrunRanks:
         stuck = signalled or answer == "no"
         if not stuck and dist.is_initialized():
             dist.destroy_process_group()  # does not block, as every rank has left it
-        cause = root_cause(job.run_dir) or failure
+        cause = failures.root_cause(job.run_dir) or failure
         assert cause is not None, "a rank reported a failure without writing its error"
         if cause.transport and stop.received:  # the signal has ended torchrun, and its store
             raise Interrupted(stop.code())
@@ -244,7 +240,7 @@ class TorchrunRanks:
         if orphans and will_restart():
             ranks = f"rank{'s' * (len(orphans) > 1)} {in_words(orphans)}"
             text = f"the torchrun of {ranks} was killed; the run has stopped with a checkpoint"
-            failed = JobFailed(text, text)
+            failed = failures.JobFailed(text, text)
             failed.ends_sweep = self._stuck = True
             raise failed
         machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))

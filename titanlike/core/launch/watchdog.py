@@ -43,13 +43,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
 from titanlike.core.config.groups.jobs import Launch
-from titanlike.core.launch.failures import (
-    Failure,
-    PeerFailed,
-    log_path,
-    record_for_torchrun,
-    write_failure,
-)
+from titanlike.core.launch import failures
 from titanlike.core.launch.heartbeat import AFTER, Beat, Heartbeat, innermost_frames, read_beats
 from titanlike.core.launch.signals import exit_now
 from titanlike.core.launch.worker import Worker
@@ -81,7 +75,7 @@ class Watchdog:
         self,
         worker: Worker,
         settings: Launch,
-        report_failure: Callable[[Failure], None] | None = None,
+        report_failure: Callable[[failures.Failure], None] | None = None,
         abort: Callable[[], object] = lambda: None,
     ) -> None:
         """report_failure: in the process that reports the job, called before it exits. abort:
@@ -268,13 +262,14 @@ class Watchdog:
         def give_up() -> None:
             if not self._ended.is_set():
                 run_dir, rank = self._worker.run_dir, self._worker.rank
-                text = f"{PeerFailed()}, and this one waited on for {_LEAVE_TIMEOUT:.0f} s"
+                text = f"{failures.PeerFailed()}, and this one waited on for {_LEAVE_TIMEOUT:.0f} s"
+                failure = failures.Failure(rank, text, "", True, time.time())
                 with contextlib.suppress(OSError):
-                    write_failure(run_dir, Failure(rank, text, "", True, time.time()))
+                    failures.write_failure(run_dir, failure)
                 exit_now(1)
 
         _call_later(_LEAVE_TIMEOUT, give_up)
-        thread, error = ctypes.c_ulong(self._thread_id), ctypes.py_object(PeerFailed)
+        thread, error = ctypes.c_ulong(self._thread_id), ctypes.py_object(failures.PeerFailed)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
         try:
             self._abort()
@@ -366,14 +361,14 @@ class Watchdog:
             limit = limit or f"{self._key}={self._limit:g}"
             text, frames = explain(own, before, now, size, limit)
             rank = self._worker.rank
-            failure = Failure(rank, text, frames, False, time.time(), names_rank=True)
+            failure = failures.Failure(rank, text, frames, False, time.time(), names_rank=True)
             try:
-                write_failure(self._worker.run_dir, failure)
+                failures.write_failure(self._worker.run_dir, failure)
             except OSError as problem:  # full disk: the text is only printed
                 text = f"{text}\n{problem}"
             with contextlib.suppress(OSError), self._open_log() as log:
                 print(text, file=log, flush=True)
-            record_for_torchrun(text)
+            failures.record_for_torchrun(text)
             self._heartbeat.end("no progress")
             if self._recording.is_alive():
                 self._recording.join(_RECORD_TIMEOUT)
@@ -398,8 +393,9 @@ class Watchdog:
 
     def _open_log(self) -> contextlib.AbstractContextManager[TextIO]:
         """Open the rank's log; if that fails, return the original stderr."""
+        path = failures.log_path(self._worker.run_dir, self._worker.rank)
         try:
-            return open(log_path(self._worker.run_dir, self._worker.rank), "a", encoding="utf-8")
+            return open(path, "a", encoding="utf-8")
         except OSError:
             return contextlib.nullcontext(sys.__stderr__ or sys.stderr)
 

@@ -28,13 +28,7 @@ from titanlike.core.config.errors import ConfigError
 from titanlike.core.config.imports import import_object
 from titanlike.core.config.parse import parse, to_plain
 from titanlike.core.config.schema import Config
-from titanlike.core.launch.failures import (
-    Failure,
-    clear_failures,
-    describe,
-    log_path,
-    write_failure,
-)
+from titanlike.core.launch import failures
 from titanlike.core.launch.heartbeat import heartbeat_path
 from titanlike.core.launch.process_end import collected_once_built
 from titanlike.core.launch.signals import STACKS, Interrupted, StopRequest
@@ -83,7 +77,7 @@ class Worker:
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     one_machine: bool = False  # whether all ranks are known to be on this machine
     # in the process that reports the job: called for a hang, which no exception can end
-    report_failure: Callable[[Failure], None] | None = None
+    report_failure: Callable[[failures.Failure], None] | None = None
     callbacks: tuple[Any, ...] = ()  # of a program that calls `titanlike.library`
 
     def notify(self, event: str, *values: Any) -> None:
@@ -116,7 +110,7 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
             raise
         except BaseException as error:
             with contextlib.suppress(OSError):  # a full disk must not hide the error
-                write_failure(job.run_dir, describe(worker.rank, error))
+                failures.write_failure(job.run_dir, failures.describe(worker.rank, error))
                 log.write(redact(traceback.format_exc()))
             raise
         finally:
@@ -128,7 +122,7 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
 def run_alone(
     job: Job,
     stop: StopRequest,
-    report_failure: Callable[[Failure], None],
+    report_failure: Callable[[failures.Failure], None],
     callbacks: tuple[Any, ...] = (),
 ) -> dict[str, Any]:
     """Run a job of one rank in this process. Returns the function's result. Raises JobFailed or
@@ -136,7 +130,7 @@ def run_alone(
 
     report_failure, callbacks: see Worker.
     """
-    clear_failures(job.run_dir)
+    failures.clear_failures(job.run_dir)
     worker = Worker(
         rank=0,
         world_size=1,
@@ -157,7 +151,7 @@ def run_alone(
     except KeyboardInterrupt:  # of the user's code
         raise Interrupted(signal.SIGINT) from None
     except Exception as error:
-        raise describe(0, error).to_job_failed(job.run_dir, 1) from error
+        raise failures.describe(0, error).to_job_failed(job.run_dir, 1) from error
     finally:
         if "torch.distributed" in sys.modules:
             import torch.distributed as dist
@@ -174,7 +168,7 @@ def _logged(run_dir: Path, rank: int) -> Iterator[TextIO]:
     other ranks the file replaces the process' stdout and stderr, so it includes the output of C
     libraries.
     """
-    path = log_path(run_dir, rank)
+    path = failures.log_path(run_dir, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level

@@ -43,29 +43,27 @@ class WsdLr:
     final: float = key(0.05, "learning rate of the last step, as a share of the peak", ge=0, le=1)
 
 
-_MTP_WEIGHT = "weight of the multi-token-prediction losses (model.num_nextn_predict_layers): 0.3"
-
-
-_Z_LOSS = "weight of log(sum(exp(logits)))^2, added to each training loss: 1e-4"
-
-
 @dataclass
 class CrossEntropy:
     """Token cross entropy in nats: the sum divided by the global number of valid tokens."""
 
     name: str = key("cross_entropy", "choice")
-    z_loss: float = key(0.0, _Z_LOSS, ge=0)
-    mtp_weight: float = key(0.0, _MTP_WEIGHT, ge=0)
+    z_loss: float = key(
+        0.0, "weight of log(sum(exp(logits)))^2, added to each training loss: 1e-4", ge=0
+    )
+    mtp_weight: float = key(
+        0.0,
+        "weight of the multi-token-prediction losses (model.num_nextn_predict_layers): 0.3",
+        ge=0,
+    )
 
 
 @dataclass
-class ChunkedCrossEntropy:
+class ChunkedCrossEntropy(CrossEntropy):
     """Token cross entropy, computed for a few tokens at a time: the whole batch's logits are never
     in memory."""
 
     name: str = key("chunked_cross_entropy", "choice")
-    z_loss: float = key(0.0, _Z_LOSS, ge=0)
-    mtp_weight: float = key(0.0, _MTP_WEIGHT, ge=0)
     chunk: int = key(2048, "tokens of a microbatch whose logits are in memory at a time", ge=1)
 
 
