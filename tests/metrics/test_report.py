@@ -86,7 +86,7 @@ def data_of(path: Path) -> dict[str, Any]:
 
 def test_the_page_of_a_run_has_its_curves_events_starts_layout_and_samples(tmp_path: Path) -> None:
     folder = written(tmp_path / "run")
-    [run] = data_of(write_reports(folder / report.FILE, {folder: ""}, quick=True))["runs"]
+    [run] = data_of(write_reports(folder / report.FILE, [folder], quick=True))["runs"]
     assert run["curves"]["loss"] == [[s, 512 * s, float(f"{10 / s:.6g}")] for s in range(1, 40)]
     assert [point[0] for point in run["curves"]["val_loss"]] == [10, 20, 30]
     events = [(event["step"], event["event"]) for event in run["events"]]
@@ -108,7 +108,7 @@ def test_a_damaged_run_still_has_a_report(tmp_path: Path) -> None:
     (folder / "starts.jsonl").write_text('{"step": 0, "config": 3}\n{"step": 5, "config": {}}\n{')
     (folder / "samples.jsonl").write_text('{"step": 1}\nnull\n')
     (folder / "events.jsonl").unlink()
-    [run] = data_of(write_reports(folder / report.FILE, {folder: ""}, quick=True))["runs"]
+    [run] = data_of(write_reports(folder / report.FILE, [folder], quick=True))["runs"]
     assert run["curves"]["loss"][-1] == [40, 512 * 40, None], "a gap"
     assert run["curves"]["lr"][-1][0] == 39
     assert (run["result"], run["layout"], run["events"]) == ({}, {}, [])

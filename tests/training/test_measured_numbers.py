@@ -97,7 +97,7 @@ def test_lists_and_dicts_are_scalars_of_tensorboard_and_curves_of_the_report(
     assert [event.value for event in found.Scalars("train/each/1")] == [3.0, 3.0]
     assert [event.value for event in found.Scalars("train/norms/model.layers.7")] == [7.0, 7.0]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = write_reports(tmp_path / "page.html", {tmp_path: ""}).read_text()
+    page = write_reports(tmp_path / "page.html", [tmp_path]).read_text()
     assert (
         '"each/1": [[1, 1, 3.0], [2, 2, 3.0]]' in page or '"each/1":[[1,1,3.0],[2,2,3.0]]' in page
     )

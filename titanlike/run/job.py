@@ -155,7 +155,7 @@ class JobRunner:
                 from titanlike.planning.run_charts import run_charts
 
                 charts_of = run_charts
-            report.write_reports(run_dir / report.FILE, {run_dir: ""}, charts_of, quick=True)
+            report.write_reports(run_dir / report.FILE, [run_dir], charts_of, quick=True)
         except Exception as error:
             _warn(f"report.html could not be written: {type(error).__name__}: {error}")
 

@@ -194,7 +194,7 @@ def report(argv: list[str]) -> int:
         for run in flags.runs:
             refuse_links(run)
         charts_of = partial(run_charts, planned=Consent((), argv, flags.trust_code))
-        print(f"written: {write_reports(out, dict.fromkeys(flags.runs, ''), charts_of)}")
+        print(f"written: {write_reports(out, [*dict.fromkeys(flags.runs)], charts_of)}")
         return 0
 
     return exit_code(write)

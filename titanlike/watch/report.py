@@ -13,7 +13,7 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.resources import files as package_files
 from pathlib import Path
@@ -58,25 +58,19 @@ ChartsOf = Callable[[Path, dict[str, Any]], "Iterable[Chart]"]  # (run_dir, layo
 
 
 def write_reports(
-    out: Path,
-    runs: Mapping[Path, str],
-    charts_of: ChartsOf | None = None,
-    quick: bool = False,
+    out: Path, runs: Sequence[Path], charts_of: ChartsOf | None = None, quick: bool = False
 ) -> Path:
     """Write the page of one run, or of several overlaid, to `out`.
 
-    runs: directory -> name, "" = the directory's name. charts_of: makes a run's charts; not called
-    for more than `_DRAWN_RUNS` runs. quick: see `read_history`. Raises
-    ValueError for more than MOST_RUNS, FileNotFoundError as `read_history` does.
+    runs: their directories. charts_of: makes a run's charts; not called for more than `_DRAWN_RUNS`
+    runs. quick: see `read_history`. Raises ValueError for more than MOST_RUNS, FileNotFoundError as
+    `read_history` does.
     """
     if len(runs) > MOST_RUNS:
         raise ValueError(f"{len(runs)} runs are too many for a page: at most {MOST_RUNS}")
     points = min(_POINTS, _ALL_POINTS // len(runs))
     charts_of = charts_of if len(runs) <= _DRAWN_RUNS else None
-    histories = [
-        read_history(folder, points, quick, charts_of) | ({"name": name} if name else {})
-        for folder, name in runs.items()
-    ]
+    histories = [read_history(folder, points, quick, charts_of) for folder in runs]
     files.atomic_write_text(out, page(histories))
     return out
 

@@ -128,13 +128,13 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
         raise ValueError(f"is not UTF-8 text (byte {error.start})") from None
 
 
-def read_object(path: Path, kind: type[Record] | None = None, most: int = MOST_BYTES) -> Any:
+def read_object(path: Path, kind: type[Record] | None = None) -> Any:
     """Apply `loads` to a file; with `kind`, return that dataclass.
 
     Raises OSError if the file cannot be read, ValueError naming it for any other content.
     """
     try:
-        record = loads(read_bytes(path, most))
+        record = loads(read_bytes(path))
         return record if kind is None else as_record(record, kind)
     except ValueError as error:
         raise ValueError(f"{path} {error}") from None
