@@ -19,7 +19,7 @@ from titanlike.core.config.groups.computation import (
     ScaledPrecision,
 )
 from titanlike.planning.costs.node_costs import Operator
-from titanlike.planning.estimate_text import as_text, chart_of
+from titanlike.planning.estimate_text import as_data, as_text, chart_of
 from titanlike.planning.known_hardware import link_of, shipped
 from titanlike.planning.search import CostCache, ScoredLayout, score
 from titanlike.planning.stage_times import Roofline
@@ -65,6 +65,18 @@ def test_a_table_fits_into_a_terminal() -> None:
     assert parts == plan.memory_bytes and min(min(vars(p).values()) for p in plan.memory) >= 0
     shares = plan.shares(plan.slowest)
     assert sum(shares.values()) == pytest.approx(1, abs=0.01) and min(shares.values()) >= 0
+
+
+def test_a_plan_says_how_far_published_runs_of_its_kind_were_from_theirs() -> None:
+    known, unknown = planned(*TINY, "precision=bf16"), planned(*TINY)
+    found = as_data(known)["interval"]
+    assert found["kind"] == "dense bf16" and found["rows"] > 0
+    assert found["speed"][0] < known.speed < found["speed"][1]
+    low, high = found["step_seconds"]
+    assert low < known.step_seconds < high
+    assert "range   unknown" in as_text(unknown) and "(dense fp32)" in as_text(unknown)
+    other = planned(*TINY, "precision=bf16", "hardware=mi300x")
+    assert as_data(other)["interval"]["kind"] == "dense bf16 on mi300x" and other.spread is None
 
 
 def test_a_layout_that_does_not_fit_is_reported_with_one_that_does(capsys) -> None:

@@ -1,10 +1,10 @@
 """Plans of published runs beside what was measured of them: `pytest -m grid -s` prints all.
 
-Fitted to the whole table were five numbers that all rows share, whatever the device or program:
+Fitted to `ROWS` were five numbers that all of them share, whatever the device or program:
 which share of the peaks of matrix products, attention (FlashAttention 2), memory and links is
 reached (the defaults of `config.hardware.Hardware`), and what compiling leaves of the bytes of
-operators that are no products. All else is of data sheets, or counted; the share of cuDNN's
-attention on Hopper, which later rows have, was measured.
+operators that are no products. All else is of data sheets, counted, or of measured kernels (notes
+in `conf/hardware` and `stage_times.py`). To `LATER`, published.yaml, nothing was fitted.
 
 Attention without a fused kernel, which no config declares, is added to the plan (`_unfused`). float8
 is a property of the roofline: the rows are older than float8 with tp.
@@ -17,28 +17,32 @@ is a property of the roofline: the rows are older than float8 with tp.
   on H100 of 96 GB and 2.4 TB/s at 500 W. The 405B has as many microbatches as pipeline ranks,
   torchtitan's default then. Its selective recomputation runs every second product again, and all
   in float8, which it does not save.
-- `LATER`, to which nothing was fitted: torchtitan on H200,
-  benchmarks/llama3_8b_h200_2025-06_torchtitan.md; Llama 3 405B, arXiv 2407.21783, table 4, teraFLOP/s
-  per GPU. What the latter does not say (stages per rank, FLOPs of attention) is guessed: 7 of a block
-  or two, and all of attention's.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from support.command_lines import examined, problems_of
 from titanlike.core.config.groups.computation import Float8Precision
 from titanlike.core.config.groups.hardware import Hardware
+from titanlike.core.config.schema import Config
 from titanlike.core.training.train_plan import TrainPlan, make_plan
-from titanlike.planning.costs.node_costs import Operator
+from titanlike.planning.costs.node_costs import EXPERTS_PRODUCT, Operator
 from titanlike.planning.estimate import Estimate, make_estimate
-from titanlike.planning.known_hardware import planned_hardware
+from titanlike.planning.known_hardware import planned_hardware, shipped
 from titanlike.planning.stage_times import LayoutTimes, Roofline, Seconds, UnitTimes, unit_times
+from titanlike.planning.uncertainty import SPREADS
+from titanlike.techniques.mixture.expert_exchange import copies
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Row:
     float8: bool = False
     megatron: tuple[int, ...] = ()  # layers, dim
     scores: int = 0  # bytes of the attention scores of a microbatch, where they are in memory
-    teraflops: bool = False  # `measured` is of model FLOPs
+    flops: str = ""  # `measured` is of model FLOPs: as `model` has them
+    otherwise: Mapping[str, Any] = field(default_factory=dict)  # published.yaml
 
 
 def _megatron(
@@ -125,43 +130,10 @@ ROWS = [
 ]
 
 
-_H200 = "model=llama3_8b hardware=h200 precision=bf16 seq_len=8192 activation_checkpoint=selective "
-_H200 += "schedule.microbatches=1 fsdp.zero=3 compile=true " + _FLASH_2
-_META = "model=llama3_405b hardware=h100_sxm precision=bf16 tp=8 pp=16 schedule=interleaved1f1b "
-_META += "schedule.stages_per_rank=7 fsdp.zero=1 " + _FLASH_2
-
-
-def _meta(name: str, words: str, measured: float) -> Row:
-    return Row(f"Llama 3 405B, {name}", _META + words, measured, teraflops=True)
-
-
+_PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text("utf-8"))
 LATER = [
-    Row("torchtitan H200 8B, 32, float8", _H200 + "dp=32 batch_size=64", 10938, True),
-    Row("torchtitan H200 8B, 64, float8", _H200 + "dp=64 batch_size=128", 10753, True),
-    _meta("8192", "dp=64 batch_size=2048 seq_len=8192 schedule.microbatches=32", 430),
-    _meta("16384", "dp=128 batch_size=2048 seq_len=8192 schedule.microbatches=16", 400),
-    _meta(
-        "16384, cp",
-        "dp=8 cp=16 context_parallel=gather batch_size=128 seq_len=131072 schedule.microbatches=16",
-        380,
-    ),
+    Row(**{**row, "words": f"compile=true data=synthetic {row['words']}"}) for row in _PUBLISHED
 ]
-
-_LOOPS = "schedule=interleaved1f1b schedule.stages_per_rank="
-# Megatron Bridge on H100, docs/performance-summary-archive.md in its repository: containers 26.02,
-# of DeepSeek-V3 25.09. It does not say what is recomputed, nor how layers are dealt to stages.
-BRIDGE = {
-    "Llama 3.1 405B, 1024": "model=llama3_405b seq_len=8192 tp=8 pp=8 cp=2 dp=8 batch_size=1536 "
-    f"schedule.microbatches=192 {_LOOPS}8",
-    "Qwen3 235B, 256": "model=qwen3_235b_a22b seq_len=4096 tp=2 pp=8 dp=16 ep=32 batch_size=8192 "
-    f"schedule.microbatches=512 {_LOOPS}4",
-    "DeepSeek-V3, 1024": "model=deepseek_v3 seq_len=4096 tp=2 pp=8 dp=64 ep=64 batch_size=8192 "
-    f"schedule.microbatches=128 {_LOOPS}4",
-    "GPT-OSS 120B, 64": "model=gpt_oss_120b seq_len=4096 pp=4 dp=16 ep=8 batch_size=1280 "
-    "schedule.microbatches=80 precision=bf16",
-    "Qwen3 30B, 16": "model=qwen3_30b_a3b seq_len=4096 pp=2 dp=8 ep=8 batch_size=1024 "
-    f"schedule.microbatches=128 {_LOOPS}12",
-}
 
 
 def planned(row: Row, **hardware: float) -> Estimate:
@@ -170,25 +142,70 @@ def planned(row: Row, **hardware: float) -> Estimate:
     assert checked.config is not None and not checked.problems, checked.problems
     device = replace(planned_hardware(checked.config), **hardware)
     config = replace(checked.config, hardware=device)
-    estimate = make_plan(config)
-    return make_estimate(config, device, estimate, times=times_of(row, config, estimate, device))
+    plan = make_plan(config)
+    return make_estimate(config, device, plan, times=times_of(row, config, plan, device))
 
 
-def times_of(row: Row, config, estimate, device: Hardware) -> LayoutTimes:
-    scaled = Float8Precision() if row.float8 else None
+def times_of(row: Row, config, plan, device: Hardware) -> LayoutTimes:
+    scaled = Float8Precision() if row.float8 else Roofline.of(config, device).scaled
     roofline = replace(Roofline.of(config, device), scaled=scaled)
-    units = unit_times(config, estimate, roofline)
+    units = unit_times(config, plan, roofline)
+    blocks = {unit.name for unit in plan.model_graph.units if unit.block}
     if row.scores:
         more = row.scores / (device.memory_bandwidth * device.memory_efficiency)
-        blocks = {unit.name for unit in estimate.model_graph.units if unit.block}
         units = {n: _unfused(u, more) if n in blocks else u for n, u in units.items()}
     if row.name.startswith("torchtitan") and "activation_checkpoint=selective" in row.words:
-        share = 1.0 if row.float8 else 0.5
-        for name, operators in products(estimate).items():
-            again = Seconds(share * roofline.seconds(operators, True).device)
-            units[name] = replace(units[name], recompute=units[name].recompute + again)
-    layout = replace(estimate.memory().layout, recomputed=estimate.recomputed.blocks)
-    return LayoutTimes(config, layout, device, units)
+        share = 1.0 if scaled else 0.5
+        for name, operators in products(plan).items():
+            again = roofline.seconds(operators, True)
+            units[name] = replace(units[name], recompute=units[name].recompute.plus(again, share))
+    if row.otherwise:
+        units |= {n: _otherwise(row, units[n], n, config, plan, device) for n in blocks}
+    layout = replace(plan.memory().layout, recomputed=plan.recomputed.blocks)
+    times = LayoutTimes(config, layout, device, units)
+    if hidden := row.otherwise.get("hidden", {}).get("dp"):
+        times.stages = [
+            replace(stage, gather=(1 - hidden) * stage.gather, reduce=(1 - hidden) * stage.reduce)
+            for stage in times.stages
+        ]
+    return times
+
+
+def _otherwise(
+    row: Row, unit: UnitTimes, name: str, config: Config, plan: TrainPlan, device: Hardware
+) -> UnitTimes:
+    """A block as `Row.otherwise` says."""
+    hidden, sent = row.otherwise.get("hidden", {}), {}
+    if by := row.otherwise.get("copies"):
+        mixture = next(m for m in plan.model_graph.model.modules() if hasattr(m, "routing"))
+        routing, nodes = mixture.routing, config.ep // device.devices_per_node
+        top_k = routing.num_experts_per_tok
+        # a token's experts are in some of the groups, which are spread over nodes in order
+        by_node = copies(nodes * routing.topk_group // routing.n_group, top_k)
+        number = {"node": by_node, "expert": top_k, "one": 1}[by]
+        sent["ep"] = number / copies(config.ep, top_k)
+    parts = (unit.forward,), (unit.recompute,), (unit.input_gradient, unit.weight_gradient)
+    waits = [
+        {
+            axis: seconds * sent.get(axis, 1.0)
+            - min(hidden.get(axis, 0.0) * seconds, sum(part.device for part in way))
+            for axis, seconds in of_way.items()
+        }
+        for of_way, way in zip(unit.waits, parts, strict=True)
+    ]
+    host = row.otherwise.get("host", 0.0) / device.host_seconds if unit.experts else 0.0
+    forward, back = (
+        part._replace(attention=part.attention * share, launches=part.launches + launches)
+        for share in [_attended(name, plan, config) if row.otherwise.get("fused") else 1.0]
+        for part, launches in ((unit.forward, host / 3), (unit.input_gradient, 2 * host / 3))
+    )
+    return replace(unit, waits=waits, forward=forward, input_gradient=back)
+
+
+def _attended(name: str, plan: TrainPlan, config: Config) -> float:
+    """Share of all pairs of tokens that a fused kernel computes: a window, or the causal half."""
+    attention: Any = plan.model_graph.model.get_submodule(name).self_attn
+    return attention.window / config.seq_len if attention.window else 0.5
 
 
 def products(plan: TrainPlan) -> dict[str, Counter[Operator]]:
@@ -212,18 +229,18 @@ def _unfused(times: UnitTimes, seconds: float) -> UnitTimes:
     Written, scaled and masked (read, written), dropped out (read, written), read; in the backward
     their gradients, too.
     """
-    once, back = Seconds(6 * seconds), Seconds(10 * seconds)
+    each = Seconds(memory=seconds)
     return replace(
         times,
-        forward=times.forward + once,
-        recompute=times.recompute + once,
-        input_gradient=times.input_gradient + back,
+        forward=times.forward.plus(each, 6),
+        recompute=times.recompute.plus(each, 6),
+        input_gradient=times.input_gradient.plus(each, 10),
     )
 
 
 def predicted(row: Row, estimate: Estimate) -> float:
     """In the units of what was measured."""
-    if row.teraflops:
+    if row.flops:
         assert estimate.plan.flops_per_token is not None
         return estimate.tokens_per_second_per_gpu * estimate.plan.flops_per_token / 1e12
     if not row.megatron:
@@ -241,11 +258,9 @@ def row(name: str) -> Row:
 @pytest.mark.slow
 @pytest.mark.grid
 def test_all_published_runs_are_predicted() -> None:
-    """Those that nothing was fitted to, too; and what a schedule gains the 405B: 100 tokens/s a GPU
-    with 1F1B, 128 interleaved."""
-    for rows, most in (ROWS, 0.05), (LATER, 0.05):
-        median, largest = table(rows)
-        assert median < most and largest < 0.12
+    """What a schedule gains the 405B, too: 100 tokens/s a GPU with 1F1B, 128 interleaved."""
+    sizes = [abs(error) for _, error in table(ROWS)]
+    assert statistics.median(sizes) < 0.05 and max(sizes) < 0.12
     one, loops = row("1f1b, float8"), row("interleaved, float8")
     gain = predicted(loops, planned(loops)) / predicted(one, planned(one))
     assert gain == pytest.approx(1.28, rel=0.05)
@@ -254,21 +269,53 @@ def test_all_published_runs_are_predicted() -> None:
     assert planned(slower).step_seconds > 1.2 * planned(fast).step_seconds
 
 
-@pytest.mark.parametrize("name", BRIDGE)
-def test_the_largest_published_runs_are_a_command_line_each(name: str) -> None:
-    more = "fsdp.zero=1 compile=true hardware=h100_sxm data=synthetic activation_checkpoint=full"
-    precision = [] if "precision=" in BRIDGE[name] else ["precision=float8"]
-    assert problems_of([*BRIDGE[name].split(), *more.split(), *precision]) == []
+@pytest.mark.slow
+@pytest.mark.grid
+def test_four_of_five_runs_that_nothing_was_fitted_to_are_within_the_range_of_their_plans() -> None:
+    found = table(LATER)
+    assert Counter(kind for kind, _ in found) == {k: each.rows for k, each in SPREADS.items()}
+    inside = [SPREADS[k].low <= 1 / (1 + error) <= SPREADS[k].high for k, error in found]
+    assert sum(inside) >= 0.8 * len(inside)
+    sizes = [abs(error) for _, error in found]
+    assert statistics.median(sizes) < 0.08 and max(sizes) < 0.5
 
 
-def table(rows: list[Row]) -> tuple[float, float]:
-    """(the median of the errors' sizes, the largest); printed."""
-    print(f"\n{'run':<42}{'published':>10}{'predicted':>11}{'error':>8}")
-    errors = []
+@pytest.mark.parametrize("later", LATER, ids=[row.name for row in LATER])
+def test_the_largest_published_runs_are_a_command_line_each(later: Row) -> None:
+    assert problems_of(later.words.split()) == []
+
+
+@pytest.mark.parametrize("float8", [True, False])
+def test_published_speeds_of_matmuls_are_predicted(float8: bool) -> None:
+    """Groups, rows, columns, inner dimension: TFLOP/s. In float8 on H800, DeepGEMM's README of
+    February 2025; in bf16 of experts on H100, CUTLASS in Transformer Engine's pull request 2045."""
+    published = {(8, 4096, 768, 2048): 650, (16, 2048, 768, 2048): 637}
+    if float8:
+        published = {(1, 4096, 24576, 1536): 990, (1, 4096, 32768, 512): 590}
+        published |= {(1, 4096, 7168, 16384): 1358, (1, 4096, 4096, 7168): 1304}
+        published |= {(1, 4096, 7168, 2048): 1025, (4, 8192, 4096, 7168): 1297}
+        published |= {(4, 8192, 7168, 2048): 1099, (8, 4096, 7168, 2048): 1093}
+    roofline = Roofline(shipped("h100_sxm"), True, True, Float8Precision() if float8 else None)
+    for (groups, *sizes), teraflops in published.items():
+        flops = 2 * groups * math.prod(sizes)
+        name = EXPERTS_PRODUCT if groups > 1 else "aten.mm"
+        operator = Operator(name, flops, 0, 2, tuple(sizes), groups)
+        found = roofline.seconds({operator: 1}, True)
+        assert flops / (found.matmuls + found.experts) == pytest.approx(teraflops * 1e12, rel=0.14)
+
+
+def table(rows: list[Row]) -> list[tuple[str, float]]:
+    """Kinds of run and errors; printed, with shares of the step of the slowest pipeline rank."""
+    print(f"\n{'run':<54}{'published':>10}{'predicted':>11}{'error':>8}")
+    found = []
     for row in rows:
-        value = predicted(row, planned(row))
-        errors.append(value / row.measured - 1)
-        print(f"{row.name:<42}{row.measured:>10.1f}{value:>11.1f}{errors[-1]:>8.1%}")
-    sizes = [abs(error) for error in errors]
-    print(f"median of the errors' sizes: {statistics.median(sizes):.1%}")
-    return statistics.median(sizes), max(sizes)
+        estimate = planned(row)
+        value = predicted(row, estimate)
+        error = value / row.measured - 1
+        print(f"{row.name:<54}{row.measured:>10.1f}{value:>11.1f}{error:>8.1%}")
+        shares = {**estimate.shares(estimate.slowest), "bubble": estimate.simulation.bubble}
+        print("    " + ", ".join(f"{name} {share:.1%}" for name, share in shares.items()))
+        found.append((estimate.kind, error))
+    median = statistics.median(abs(error) for _, error in found)
+    print(f"median of the errors' sizes: {median:.1%}")
+    return found

@@ -22,6 +22,7 @@ from titanlike.core.config.groups.computation import ActivationCheckpoint, Every
 from titanlike.core.config.groups.hardware import CpuHardware, Hardware
 from titanlike.core.config.groups.pipeline import AutoSplit, EvenSplit, Schedule, TraceSplit
 from titanlike.core.config.schema import Config
+from titanlike.core.distributed.placement import experts_of
 from titanlike.core.distributed.transform import Transform
 from titanlike.core.graph.cut import messages
 from titanlike.core.graph.partition import partition
@@ -39,6 +40,7 @@ from titanlike.planning.stage_times import (
     layout_times,
     unit_times,
 )
+from titanlike.planning.uncertainty import SPREADS, Spread, kind_of
 
 # Small all-reduces per step (loss, gradient norm)
 _AGREEMENTS = 2
@@ -85,6 +87,17 @@ class Estimate:
         """Tokens per second and device; samples for data without tokens."""
         each = 1 if self.plan.unit == "tokens" else self.config.seq_len
         return self.tokens_per_second_per_gpu / each
+
+    @cached_property
+    def kind(self) -> str:
+        """The kind of run whose published examples bound the error of `speed`, see `spread`."""
+        experts = bool(experts_of(self.plan.model_graph.model))
+        return kind_of(self.config, self.hardware, experts)
+
+    @property
+    def spread(self) -> Spread | None:
+        """Measured speeds of runs of this kind relative to their plans; None if none is known."""
+        return SPREADS.get(self.kind)
 
     @property
     def mfu(self) -> float | None:

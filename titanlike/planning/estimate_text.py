@@ -62,6 +62,7 @@ def as_data(estimate: Estimate, warning: str = "") -> dict[str, Any]:
     return {
         "step_seconds": estimate.step_seconds,
         f"{estimate.plan.unit}_per_second_per_gpu": estimate.speed,
+        "interval": _interval(estimate),
         "mfu": estimate.mfu,
         "bubble": estimate.simulation.bubble,
         "memory_bytes": estimate.memory_bytes,
@@ -155,6 +156,7 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
         layout,
         "",
         f"step    {units.short_time(estimate.step_seconds)}, {batch}; {speed}",
+        f"range   {_range(estimate)}",
         f"bubble  {estimate.simulation.bubble:.1%}",
         f"memory  {room}: {'fits' if estimate.fits else 'DOES NOT FIT'}",
         f"run     {config.last_step:,} steps: {days}, {hours:,.0f} device hours",
@@ -169,6 +171,25 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
         )
     wrapped = (textwrap.wrap(line, width, subsequent_indent=" " * 8) or [""] for line in lines)
     return "\n".join(line for lines in wrapped for line in lines)
+
+
+def _interval(estimate: Estimate) -> dict[str, Any]:
+    """What four of five published runs of this kind would have, planned like this one."""
+    found, steps, speeds = estimate.spread, None, None
+    if found is not None:
+        speeds = [estimate.speed * share for share in (found.low, found.high)]
+        steps = [estimate.step_seconds / share for share in (found.high, found.low)]
+    rows = 0 if found is None else found.rows
+    return {"kind": estimate.kind, "rows": rows, "step_seconds": steps, "speed": speeds}
+
+
+def _range(estimate: Estimate) -> str:
+    interval, unit = _interval(estimate), estimate.plan.unit
+    if not interval["rows"]:
+        return f"unknown: no published run of this kind ({estimate.kind}) is compared with its plan"
+    low, high = interval["speed"]
+    text = f"{low:,.0f} to {high:,.0f} {unit}/s a device, as four of five published runs"
+    return f"{text} of this kind ({estimate.kind}, {interval['rows']} compared)"
 
 
 def _memory_table(estimate: Estimate, width: int) -> str:

@@ -32,6 +32,7 @@ from titanlike.core.optim.optimizer import hidden_matrices
 from titanlike.core.training.train_plan import TrainPlan
 from titanlike.planning.costs.node_costs import (
     ATTENTION,
+    EXPERTS_PRODUCT,
     NodeCosts,
     Operator,
     Operators,
@@ -58,9 +59,11 @@ _FUSED_BYTES, _FUSED_LAUNCHES = 0.34, 0.25
 _FEW_LOGITS = {"aten.nll_loss_forward": 0.0, "aten.nll_loss_backward": 0.5}
 
 # A float8 matmul reads each operand for its largest value, and writes it in one byte per element;
-# mxfp8 needs one pass for that, and half of its operands transposed
+# mxfp8 needs one pass for that, and half of its operands transposed. That results are written after
+# the multiplication explains DeepGEMM's 1,297 and 1,099 TFLOP/s on H800 for groups of 8,192 rows,
+# [4096, 7168] and [7168, 2048]: without it the second would be 2% slower.
 _CAST_BYTES = 5
-_CAST_BYTES_COMPILED = 2  # the kernel that computes the values also reads them
+_CAST_BYTES_COMPILED = 3  # the kernel that computes the values finds the largest
 
 # Fraction of tp's communication in compiled blocks that overlaps with matmuls (`tp_async`)
 _HIDDEN = 0.4
@@ -73,6 +76,15 @@ TRAFFIC = (  # kinds, see `LayoutTimes.traffic`
     *("tp", "cp", "ep"),
 )
 
+_TITLES = {  # fields of `Seconds`, as plans show them
+    "matmuls": "matrix products",
+    "experts": "products of experts",
+    "attention": "attention",
+    "casts": "casts to float8",
+    "memory": "other operators",
+    "kernels": "fixed time of kernels",
+}
+
 _CLIP = 12  # bytes per parameter: the norm reads gradients, clipping reads and writes them
 
 # Bytes per parameter that numerics=exact reads and writes to pack gradients for an all-to-all and
@@ -80,18 +92,23 @@ _CLIP = 12  # bytes per parameter: the norm reads gradients, clipping reads and 
 _LAID_OUT, _HALVES = 24, 16
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Seconds on a device, the part of them in matmuls and attention, and number of kernel
-    launches."""
+class Seconds(NamedTuple):
+    """Seconds on a device by what it does, and number of kernel launches."""
 
-    device: float = 0.0
-    products: float = 0.0
+    matmuls: float = 0.0
+    experts: float = 0.0  # their matmuls
+    attention: float = 0.0
+    casts: float = 0.0  # of operands to float8
+    memory: float = 0.0  # operators that memory bandwidth bounds
+    kernels: float = 0.0  # fixed time of each kernel
     launches: float = 0.0
 
-    def __add__(self, other: Seconds) -> Seconds:
-        device, products = self.device + other.device, self.products + other.products
-        return Seconds(device, products, self.launches + other.launches)
+    @property
+    def device(self) -> float:
+        return sum(self[:-1])
+
+    def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
+        return Seconds(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -102,12 +119,15 @@ class Roofline:
     compiled: bool = False  # whether blocks are compiled
     tf32: bool = False
     scaled: ScaledPrecision | None = None  # if matmuls of blocks are float8 or mxfp8
+    cast_once: bool = False  # their weights, once a step; experts' are in any case
 
     @classmethod
     def of(cls, config: Config, hardware: Hardware) -> Roofline:
         precision, tf32 = config.precision, config.matmul_precision != "highest"
         scaled = precision if isinstance(precision, ScaledPrecision) else None
-        return cls(hardware, config.compile, tf32, scaled)
+        once = config.shards == 1 or getattr(scaled, "recipe", "") == "tensorwise"
+        once = once and not config.fsdp.cpu_offload  # as techniques/low_precision/float8.py
+        return cls(hardware, config.compile, tf32, scaled, once)
 
     def seconds(
         self,
@@ -123,8 +143,7 @@ class Roofline:
         total = Seconds()
         for operator, count in operators.items():
             if not any(fnmatchcase(operator.name, pattern) for pattern in without):
-                one = self._one(operator, block, weights)
-                total += Seconds(count * one.device, count * one.products, count * one.launches)
+                total = total.plus(self._one(operator, block, weights), count)
         return total
 
     def _one(self, operator: Operator, block: bool, weights: bool) -> Seconds:
@@ -133,31 +152,37 @@ class Roofline:
         memory = operator.bytes / rate
         if operator.name in _FEW_LOGITS:
             memory *= _FEW_LOGITS[operator.name]
+        fixed = {"kernels": device.kernel_seconds, "launches": 1.0}
         if not operator.flops and operator.name != ATTENTION:
-            if self.compiled and block:
-                kernels = _FUSED_LAUNCHES * device.kernel_seconds
-                return Seconds(_FUSED_BYTES * memory + kernels, 0.0, _FUSED_LAUNCHES)
-            return Seconds(memory + device.kernel_seconds, 0.0, 1)
+            if not (self.compiled and block):
+                return Seconds(memory=memory, **fixed)
+            kernels = {name: _FUSED_LAUNCHES * each for name, each in fixed.items()}
+            return Seconds(memory=_FUSED_BYTES * memory, **kernels)
         emulated = device.tf32_flops if self.tf32 else device.fp32_flops
         peak = device.bf16_flops if operator.itemsize <= 2 else emulated
-        attends, share = operator.name == ATTENTION, device.attention_efficiency
-        if attends and operator.sizes and device.runs_ahead:  # on a GPU
-            share *= attention_share(*operator.sizes[1:])
-        elif not attends:
-            share = device.matmul_efficiency
-            for size in operator.sizes or ():
-                share *= size / (size + device.matmul_half)
-        seconds = max(operator.flops / (peak * share), memory)
-        scaled = self.scaled if block and operator.sizes is not None and not attends else None
-        if scaled is not None and (scaled.weight_gradients or not weights):
-            rows, columns, summed = operator.sizes or (0, 0, 0)
-            in_blocks = scaled.name == "mxfp8"
-            peak = (device.mxfp8_flops or emulated) if in_blocks else device.fp8_flops
-            each = _CAST_BYTES_COMPILED if self.compiled else _CAST_BYTES
-            cast = each * (rows + columns) * summed
-            seconds = operator.flops / (peak * share) + cast / rate
-        seconds += device.kernel_seconds
-        return Seconds(seconds, seconds, 1)
+        if operator.name == ATTENTION:
+            share = device.attention_efficiency
+            if operator.sizes and device.runs_ahead:  # on a GPU
+                share *= attention_share(*operator.sizes[1:])
+            return Seconds(attention=max(operator.flops / (peak * share), memory), **fixed)
+        of_experts = operator.name.startswith(EXPERTS_PRODUCT)
+        share = (of_experts and device.expert_efficiency) or device.matmul_efficiency
+        rows, columns, summed = operator.sizes or (0, 0, 0)
+        for size in operator.sizes or ():
+            share *= size / (size + device.matmul_half)
+        kind, seconds = "experts" if of_experts else "matmuls", operator.flops / (peak * share)
+        scaled = self.scaled if block and operator.sizes is not None else None
+        blocks = scaled is not None and scaled.name == "mxfp8"  # which leaves experts in bf16
+        if scaled is None or (blocks and of_experts) or (weights and not scaled.weight_gradients):
+            return Seconds(**{kind: max(seconds, memory)}, **fixed)
+        low = (device.mxfp8_flops or emulated) if blocks else device.fp8_flops
+        seconds *= peak / low
+        # a tile's results are in bf16, and written after its multiplication
+        seconds += operator.groups * rows * columns * operator.itemsize / rate
+        each = _CAST_BYTES_COMPILED if self.compiled else _CAST_BYTES
+        operands = rows + (columns if weights or not (self.cast_once or of_experts) else 0)
+        cast = operator.groups * each * operands * summed / rate
+        return Seconds(**{kind: seconds}, casts=cast, **fixed)
 
 
 @dataclass(frozen=True)
@@ -178,7 +203,7 @@ class UnitTimes:
     @property
     def computes(self) -> Seconds:
         """Forward and backward, without recomputation."""
-        return self.forward + self.input_gradient + self.weight_gradient
+        return self.forward.plus(self.input_gradient).plus(self.weight_gradient)
 
     @cached_property
     def exchanged(self) -> list[float]:
@@ -221,10 +246,11 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
         waits: list[Any] = [Counter(), Counter(), Counter()]
         sent: list[Any] = [Counter(), Counter(), Counter()]
         for node in nodes:
-            forward += roofline.seconds(node.forward, block)
-            recompute += roofline.seconds(node.forward, True, without=save)
-            inputs += roofline.seconds(node.input_gradient, block)
-            weights += roofline.seconds(node.weight_gradient, block, weights=True)
+            forward = forward.plus(roofline.seconds(node.forward, block))
+            recompute = recompute.plus(roofline.seconds(node.forward, True, without=save))
+            inputs = inputs.plus(roofline.seconds(node.input_gradient, block))
+            of_weights = roofline.seconds(node.weight_gradient, block, weights=True)
+            weights = weights.plus(of_weights)
             ways = (
                 (0, node.exchanged_forward, node.forward),
                 (2, node.exchanged_backward, node.input_gradient),
@@ -232,7 +258,8 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
             for way, exchanged, operators in ways:
                 attention = {o: count for o, count in operators.items() if o.name == ATTENTION}
                 attends = roofline.seconds(attention, True).device
-                matmuls = roofline.seconds(operators, block).products
+                each = roofline.seconds(operators, block)
+                matmuls = each.device - each.memory
                 for axis, values in exchanged.items():
                     traffic = collectives.Traffic(*values)
                     waits[way][axis] += waited(axis, traffic, attends, matmuls)
@@ -318,17 +345,15 @@ class LayoutTimes:
         self.stages = [self._stage(stage) for stage in range(len(layout.stages))]
 
     def parts(self, stage: int) -> dict[str, float]:
-        """Break down a stage's seconds per microbatch (forward and backward) into matmuls, other
+        """Break down a stage's seconds per microbatch (forward and backward) into kinds of
         operators, recomputation and the collectives of each axis."""
-        runs, exchanged = self._runs[stage], Counter[str]()
-        both = [unit.computes for unit, _ in runs]
-        products, device = sum(b.products for b in both), sum(b.device for b in both)
+        runs, exchanged, total = self._runs[stage], Counter[str](), Seconds()
         for unit, _ in runs:
+            total = total.plus(unit.computes)
             exchanged.update(unit.waits[0])
             exchanged.update(unit.waits[2])
         return {
-            "matrix products": products,
-            "other operators": device - products,
+            **{title: getattr(total, kind) for kind, title in _TITLES.items()},
             "recomputation": sum(u.recompute.device + u.exchanged[1] for u, on in runs if on),
             **{f"{axis} exchanges": seconds for axis, seconds in exchanged.items()},
         }

@@ -143,13 +143,15 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 class Operator(NamedTuple):
     """An operator and its work. sizes: of a (batched) matmul rows, columns, inner dimension; of
-    attention queries, keys, head dimension."""
+    attention queries, keys, head dimension. groups: matmuls of these sizes: of a batch, of
+    experts."""
 
     name: str  # "aten.mm"; ATTENTION
     flops: int
     bytes: int  # read and written
     itemsize: int  # bytes per element of its results
     sizes: tuple[int, int, int] | None = None
+    groups: int = 1
 
 
 def attention_share(keys: int, width: int) -> float:
@@ -317,11 +319,12 @@ class _Counter(TorchDispatchMode):
             *map(storage_id, arguments)
         }.isdisjoint(map(storage_id, made)):
             return result  # nothing was copied
-        sizes, flops = None, 0
+        sizes, flops, groups = None, 0, 1
         if short in _PRODUCTS:
             a, b = arguments[-2:]
             sizes = a.shape[-2], b.shape[-1], a.shape[-1]
             flops = 2 * made[0].numel() * a.shape[-1]
+            groups = made[0].numel() // (sizes[0] * sizes[1] or 1)
             self.flops += flops
         elif packet in flop_registry:
             flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
@@ -334,13 +337,14 @@ class _Counter(TorchDispatchMode):
                 )
                 flops //= 2 if len(args) > index and args[index] else 1
             elif name.startswith(EXPERTS_PRODUCT):
-                sizes = _of_an_expert(arguments[0], arguments[1], made[0])
+                sizes, groups = _of_an_expert(arguments[0], arguments[1], made[0])
         # an expanded tensor has less memory than elements
         read = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in arguments)
         written = sum(tensor.nbytes for tensor in made)
         if "embedding" in short or short in ("gather", "index", "index_select"):
             read = written  # reads only some rows of a table
-        self._noted[Operator(name, flops, read + written, made[0].itemsize, sizes)] += 1
+        work = flops, read + written, made[0].itemsize, sizes, groups
+        self._noted[Operator(name, *work)] += 1
         return result
 
     def _gone(self, key: int, nbytes: int) -> None:
@@ -353,12 +357,12 @@ def _difference(before: Exchanges, after: Exchanges) -> Exchanges:
     return {axis: tuple(b - a for a, b in both) for axis, both in pairs.items()}
 
 
-def _of_an_expert(a: Tensor, b: Tensor, result: Tensor) -> tuple[int, int, int]:
-    """Sizes of one expert's matmul, assuming equally many rows for all: a [N, I] and b [E, O, I],
-    or gradients a [N, O] and rows b [N, I] of a weight [E, O, I]."""
+def _of_an_expert(a: Tensor, b: Tensor, result: Tensor) -> tuple[tuple[int, int, int], int]:
+    """Sizes of one expert's matmul, assuming equally many rows for all, and the number of experts:
+    a [N, I] and b [E, O, I], or gradients a [N, O] and rows b [N, I] of a weight [E, O, I]."""
     if b.dim() == 3:
-        return a.shape[0] // b.shape[0], b.shape[1], b.shape[2]
-    return result.shape[1], result.shape[2], a.shape[0] // result.shape[0]
+        return (a.shape[0] // b.shape[0], b.shape[1], b.shape[2]), b.shape[0]
+    return (result.shape[1], result.shape[2], a.shape[0] // result.shape[0]), result.shape[0]
 
 
 class _FusedAttention(TorchFunctionMode):

@@ -56,6 +56,9 @@ class Hardware(NoHardware):
     network_latency: float = key(15e-6, "seconds of a collective's step between nodes", ge=0)
     matmul_efficiency: float = key(0.74, "share of the peak that large matmuls reach", gt=0, le=1)
     matmul_half: float = key(60.0, "rows, columns or sum at which a matmul has half of it", ge=0)
+    expert_efficiency: float | None = key(
+        None, "share that matmuls of experts reach; null = matmul_efficiency", gt=0, le=1
+    )
     attention_efficiency: float = required(
         "share of the peak that attention reaches (GPU: 8192 keys, heads of 128)",
         gt=0,
