@@ -16,7 +16,7 @@ is a property of the roofline: the rows are older than float8 with tp.
   asyncTP_llama3_h100_2025-06_torchtitan.md in its repository, and arXiv 2410.06511; tokens/s per GPU,
   on H100 of 96 GB and 2.4 TB/s at 500 W. The 405B has as many microbatches as pipeline ranks,
   torchtitan's default then. Its selective recomputation runs every second product again, and all
-  in float8, which it does not save.
+  in float8, which it does not save. Its float8 gathers tp's activations in one byte an element.
 """
 
 from __future__ import annotations
@@ -83,25 +83,7 @@ def _megatron(
     return Row(f"Megatron-LM {name}", words, measured, False, (layers, dim), scores)
 
 
-_FLASH_2 = " hardware.attention_efficiency=0.36 "  # FlashAttention 2, on Hopper
-_GRAND_TETON = (
-    "hardware=h100_sxm hardware.memory=103079215104 hardware.memory_bandwidth=2.4e12"
-    " hardware.matmul_efficiency=0.56 precision=bf16 seq_len=8192"  # at 500 W, not 700
-) + _FLASH_2
-
-
-def _titan(name: str, words: str, measured: float, float8: bool = False) -> Row:
-    return Row(f"torchtitan {name}", f"{words} {_GRAND_TETON}", measured, float8)
-
-
-_8B = "model=llama3_8b activation_checkpoint=selective schedule.microbatches=1 fsdp.zero=3 "
-_8B_TP = "model=llama3_8b activation_checkpoint=selective fsdp.zero=3 dp=8 tp=8 batch_size=96 "
-_8B_TP += "schedule.microbatches=1 compile=true "
-_70B = "model=llama3_70b activation_checkpoint=full fsdp.zero=3 dp=32 tp=8 batch_size=512 "
-_70B += "schedule.microbatches=1 compile=true "
-_405B = "model=llama3_405b activation_checkpoint=full fsdp.zero=1 dp=8 tp=8 pp=8 batch_size=256 "
-_405B += "schedule.microbatches=8 compile=true tp_async=true "
-
+LATER: list[Row] = []
 ROWS = [
     _megatron("1.7B", (24, 2304, 24), (1, 1, 32), (512, 16), 137),
     _megatron("3.6B", (30, 3072, 32), (2, 1, 64), (512, 16), 138),
@@ -113,54 +95,37 @@ ROWS = [
     _megatron("310.1B", (96, 16384, 128), (8, 16, 1920), (2160, 1), 155, 2),
     _megatron("529.6B", (105, 20480, 128), (8, 35, 2520), (2520, 1), 163, 3),
     _megatron("1008B", (128, 25600, 160), (8, 64, 3072), (3072, 1), 163),
-    _titan("8B, 8", _8B + "dp=8 batch_size=16", 5762),
-    _titan("8B, 8, compile", _8B + "dp=8 batch_size=16 compile=true", 6667),
-    _titan("8B, 8, compile, float8", _8B + "dp=8 batch_size=16 compile=true", 8532, True),
-    _titan("8B, 128", _8B + "dp=128 batch_size=256", 5605),
-    _titan("8B, 128, compile", _8B + "dp=128 batch_size=256 compile=true", 6514),
-    _titan("8B, 128, compile, float8", _8B + "dp=128 batch_size=256 compile=true", 8380, True),
-    _titan("8B, 64, tp", _8B_TP, 4378),
-    _titan("8B, 64, async tp", _8B_TP + "tp_async=true", 4809.4),
-    _titan("8B, 64, tp, float8", _8B_TP, 5078.1, True),
-    _titan("70B, 256, tp", _70B, 597.3),
-    _titan("70B, 256, async tp", _70B + "tp_async=true", 652.4),
-    _titan("70B, 256, tp, float8", _70B, 809.8, True),
-    _titan("405B, 512, 1f1b, float8", _405B + "schedule=1f1b", 100, True),
-    _titan("405B, 512, interleaved, float8", _405B + "schedule=interleaved1f1b", 128, True),
 ]
 
 
-_PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text("utf-8"))
-LATER = [
-    Row(**{**row, "words": f"compile=true data=synthetic {row['words']}"}) for row in _PUBLISHED
-]
+for _row in yaml.safe_load(Path(__file__).with_name("published.yaml").read_text("utf-8")):
+    _row["words"] = f"compile=true data=synthetic {_row['words']}"
+    (ROWS if _row.pop("fitted", False) else LATER).append(Row(**_row))
 
 
-def planned(row: Row, **hardware: float) -> Estimate:
-    """hardware: numbers to change."""
+def planned(row: Row) -> Estimate:
     checked = examined(*row.words.split())
     assert checked.config is not None and not checked.problems, checked.problems
-    device = replace(planned_hardware(checked.config), **hardware)
-    config = replace(checked.config, hardware=device)
+    config, device = checked.config, planned_hardware(checked.config)
     plan = make_plan(config)
     return make_estimate(config, device, plan, times=times_of(row, config, plan, device))
 
 
 def times_of(row: Row, config, plan, device: Hardware) -> LayoutTimes:
-    scaled = Float8Precision() if row.float8 else Roofline.of(config, device).scaled
-    roofline = replace(Roofline.of(config, device), scaled=scaled)
+    as_float8 = replace(config, precision=Float8Precision()) if row.float8 else config
+    roofline = Roofline.of(as_float8, device)
     units = unit_times(config, plan, roofline)
     blocks = {unit.name for unit in plan.model_graph.units if unit.block}
     if row.scores:
         more = row.scores / (device.memory_bandwidth * device.memory_efficiency)
         units = {n: _unfused(u, more) if n in blocks else u for n, u in units.items()}
     if row.name.startswith("torchtitan") and "activation_checkpoint=selective" in row.words:
-        share = 1.0 if scaled else 0.5
+        share = 1.0 if roofline.scaled else 0.5
         for name, operators in products(plan).items():
             again = roofline.seconds(operators, True)
             units[name] = replace(units[name], recompute=units[name].recompute.plus(again, share))
     if row.otherwise:
-        units |= {n: _otherwise(row, units[n], n, config, plan, device) for n in blocks}
+        units |= {name: _otherwise(row, units[name], config, plan, device) for name in blocks}
     layout = replace(plan.memory().layout, recomputed=plan.recomputed.blocks)
     times = LayoutTimes(config, layout, device, units)
     if hidden := row.otherwise.get("hidden", {}).get("dp"):
@@ -172,7 +137,7 @@ def times_of(row: Row, config, plan, device: Hardware) -> LayoutTimes:
 
 
 def _otherwise(
-    row: Row, unit: UnitTimes, name: str, config: Config, plan: TrainPlan, device: Hardware
+    row: Row, unit: UnitTimes, config: Config, plan: TrainPlan, device: Hardware
 ) -> UnitTimes:
     """A block as `Row.otherwise` says."""
     hidden, sent = row.otherwise.get("hidden", {}), {}
@@ -185,27 +150,19 @@ def _otherwise(
         number = {"node": by_node, "expert": top_k, "one": 1}[by]
         sent["ep"] = number / copies(config.ep, top_k)
     parts = (unit.forward,), (unit.recompute,), (unit.input_gradient, unit.weight_gradient)
+    waits = [{axis: s * sent.get(axis, 1.0) for axis, s in way.items()} for way in unit.waits]
     waits = [
         {
-            axis: seconds * sent.get(axis, 1.0)
-            - min(hidden.get(axis, 0.0) * seconds, sum(part.device for part in way))
+            axis: seconds - min(hidden.get(axis, 0.0) * seconds, sum(part.device for part in way))
             for axis, seconds in of_way.items()
         }
-        for of_way, way in zip(unit.waits, parts, strict=True)
+        for of_way, way in zip(waits, parts, strict=True)
     ]
     host = row.otherwise.get("host", 0.0) / device.host_seconds if unit.experts else 0.0
-    forward, back = (
-        part._replace(attention=part.attention * share, launches=part.launches + launches)
-        for share in [_attended(name, plan, config) if row.otherwise.get("fused") else 1.0]
-        for part, launches in ((unit.forward, host / 3), (unit.input_gradient, 2 * host / 3))
-    )
+    forward, back = unit.forward, unit.input_gradient
+    forward = forward._replace(launches=forward.launches + host / 3)
+    back = back._replace(launches=back.launches + host * 2 / 3)
     return replace(unit, waits=waits, forward=forward, input_gradient=back)
-
-
-def _attended(name: str, plan: TrainPlan, config: Config) -> float:
-    """Share of all pairs of tokens that a fused kernel computes: a window, or the causal half."""
-    attention: Any = plan.model_graph.model.get_submodule(name).self_attn
-    return attention.window / config.seq_len if attention.window else 0.5
 
 
 def products(plan: TrainPlan) -> dict[str, Counter[Operator]]:
