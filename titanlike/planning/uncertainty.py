@@ -24,11 +24,11 @@ class Spread(NamedTuple):
 
 
 SPREADS: dict[str, Spread] = {
-    "dense bf16": Spread(3, 0.8, 1.2),
-    "dense float8": Spread(8, 0.8, 1.2),
-    "mixture bf16": Spread(5, 0.8, 1.2),
-    "mixture float8": Spread(7, 0.8, 1.2),
-    "long sequences": Spread(6, 0.8, 1.2),
+    "dense bf16": Spread(3, 0.83, 1.02),
+    "dense float8": Spread(8, 0.89, 1.03),
+    "mixture bf16": Spread(5, 0.66, 1.03),
+    "mixture float8": Spread(7, 0.87, 1.05),
+    "long sequences": Spread(6, 0.9, 1.08),
 }
 _LONG = 32768  # tokens
 
