@@ -18,7 +18,7 @@ from titanlike.core.config.groups.computation import (
     Mxfp8Precision,
     ScaledPrecision,
 )
-from titanlike.planning.costs.node_costs import Operator
+from titanlike.planning.costs.node_costs import EXPERTS_PRODUCT, Operator
 from titanlike.planning.estimate_text import as_data, as_text, chart_of
 from titanlike.planning.known_hardware import link_of, shipped
 from titanlike.planning.search import CostCache, ScoredLayout, score
@@ -150,6 +150,7 @@ def test_every_choice_that_costs_is_known() -> None:
 
 
 def test_mxfp8_is_as_fast_as_float8_where_a_device_has_it_and_elsewhere_emulated() -> None:
+    """It leaves experts in bf16; float8 casts the tokens of each of them."""
     product = {Operator("aten.mm", 2 * 8192**3, 6 * 8192**2, 2, (8192, 8192, 8192)): 1}
 
     def seconds(choice: str, scaled: ScaledPrecision | None) -> float:
@@ -159,6 +160,16 @@ def test_mxfp8_is_as_fast_as_float8_where_a_device_has_it_and_elsewhere_emulated
     for choice in ("b200", "gb200"):
         assert seconds(choice, mxfp8) == seconds(choice, float8) < seconds(choice, None)
     assert seconds("h100_sxm", mxfp8) > 5 * seconds("h100_sxm", None)
+    experts = {
+        Operator(EXPERTS_PRODUCT, 2 * n * 4096**3, 0, 2, (4096, 4096, 4096), n): 1 for n in (1, 8)
+    }
+    b200, h100 = (
+        Roofline(shipped("b200"), scaled=mxfp8),
+        Roofline(shipped("h100_sxm"), scaled=float8),
+    )
+    assert b200.seconds(experts, True) == Roofline(shipped("b200")).seconds(experts, True)
+    one, eight = (h100.seconds({operator: 1}, True).casts for operator in experts)
+    assert eight == pytest.approx(8 * one) and one > 0
     rack, node = (link_of(tiny(dp=16), "shard", shipped(one)) for one in ("gb200", "b200"))
     assert rack.inside and not node.inside, "NVLink joins 72"
 
