@@ -59,9 +59,7 @@ _FUSED_BYTES, _FUSED_LAUNCHES = 0.34, 0.25
 _FEW_LOGITS = {"aten.nll_loss_forward": 0.0, "aten.nll_loss_backward": 0.5}
 
 # A float8 matmul reads each operand for its largest value, and writes it in one byte per element;
-# mxfp8 needs one pass for that, and half of its operands transposed. That results are written after
-# the multiplication explains DeepGEMM's 1,297 and 1,099 TFLOP/s on H800 for groups of 8,192 rows,
-# [4096, 7168] and [7168, 2048]: without it the second would be 2% slower.
+# mxfp8 needs one pass for that, and half of its operands transposed.
 _CAST_BYTES = 5
 _CAST_BYTES_COMPILED = 3  # the kernel that computes the values finds the largest
 
@@ -106,6 +104,10 @@ class Seconds(NamedTuple):
     @property
     def device(self) -> float:
         return sum(self[:-1])
+
+    @property
+    def products(self) -> float:
+        return self.matmuls + self.experts + self.attention + self.casts
 
     def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
         return Seconds(*(a + times * b for a, b in zip(self, other, strict=True)))
@@ -172,12 +174,13 @@ class Roofline:
             share *= size / (size + device.matmul_half)
         kind, seconds = "experts" if of_experts else "matmuls", operator.flops / (peak * share)
         scaled = self.scaled if block and operator.sizes is not None else None
-        blocks = scaled is not None and scaled.name == "mxfp8"  # which leaves experts in bf16
-        if scaled is None or (blocks and of_experts) or (weights and not scaled.weight_gradients):
+        mxfp8 = scaled is not None and scaled.name == "mxfp8"  # which leaves experts in bf16
+        if scaled is None or (mxfp8 and of_experts) or (weights and not scaled.weight_gradients):
             return Seconds(**{kind: max(seconds, memory)}, **fixed)
-        low = (device.mxfp8_flops or emulated) if blocks else device.fp8_flops
+        low = (device.mxfp8_flops or emulated) if mxfp8 else device.fp8_flops
         seconds *= peak / low
-        # a tile's results are in bf16, and written after its multiplication
+        # results are in bf16, and a tile's are written after its multiplication: DeepGEMM has 1,297
+        # TFLOP/s for weights [4096, 7168] on H800, and 1,099 for [7168, 2048], not 2% less
         seconds += operator.groups * rows * columns * operator.itemsize / rate
         each = _CAST_BYTES_COMPILED if self.compiled else _CAST_BYTES
         operands = rows + (columns if weights or not (self.cast_once or of_experts) else 0)
@@ -258,8 +261,7 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
             for way, exchanged, operators in ways:
                 attention = {o: count for o, count in operators.items() if o.name == ATTENTION}
                 attends = roofline.seconds(attention, True).device
-                each = roofline.seconds(operators, block)
-                matmuls = each.device - each.memory
+                matmuls = roofline.seconds(operators, block).products
                 for axis, values in exchanged.items():
                     traffic = collectives.Traffic(*values)
                     waits[way][axis] += waited(axis, traffic, attends, matmuls)
