@@ -8,19 +8,19 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from support.cells import cells
+from support.counted_memory import build_fake, fake_process_group, zeros
 from support.families import llama
 from support.models import tiny
 from titanlike.core.config.groups.computation import Fsdp
 from titanlike.core.config.groups.pipeline import Schedule
 from titanlike.core.config.schema import Config
-from titanlike.core.data.loader import example_batch
-from titanlike.core.torch_private.fake_ranks import LiveStorages, fake_process_group, fake_tensors
+from titanlike.core.torch_private.fake_ranks import fake_tensors
 from titanlike.core.training.step import forward_backward, optimizer_step
-from titanlike.planning.counted_memory import assemble_fake, zeros
 
 NAMES = {
     "_allgather_base_": "gathers",
@@ -33,10 +33,10 @@ NAMES = {
 
 def counted(config: Config) -> dict[str, int]:
     """Of the first rank in its second step; and the process groups that it is in."""
-    live, fake = LiveStorages(), fake_tensors()
+    fake = fake_tensors()
     with fake_process_group(0, config.world_size):
-        run = assemble_fake(config, 1 << 40, fake, live)
-        batch = zeros(config, example_batch(config))
+        run = build_fake(config, torch.device("cpu"), fake)
+        batch = zeros(config)
         found = Counter({"groups": len(dist.distributed_c10d._world.pg_map)})
         with fake:
             run.pipeline.train(batch)

@@ -12,6 +12,7 @@ from benchmarks.speed import bench as benchmark
 from benchmarks.speed.plain_loops import plain_loop, why_no_plain_loop
 from support.cells import slow
 from support.commands import command
+from support.live_memory import LiveStorages
 from support.models import tiny
 from support.world import run_world
 from titanlike.core.config.groups.computation import Fsdp
@@ -20,7 +21,6 @@ from titanlike.core.config.schema import Config
 from titanlike.core.data.registry import open_data
 from titanlike.core.distributed.mesh import close_mesh, open_mesh
 from titanlike.core.launch.worker import Worker
-from titanlike.core.torch_private.fake_ranks import LiveStorages
 from titanlike.core.training.build import build
 from titanlike.core.training.train_plan import make_plan
 

@@ -17,10 +17,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from support.counted_memory import build_fake, fake_process_group
 from support.families import llama, moe
 from support.models import tiny
 from titanlike.core.config.groups.computation import (
@@ -35,13 +35,10 @@ from titanlike.core.config.groups.optimization import ChunkedCrossEntropy, Cross
 from titanlike.core.config.groups.watching import Metrics
 from titanlike.core.config.optimizers.muon import Muon
 from titanlike.core.config.schema import Config
-from titanlike.core.distributed.mesh import lay_mesh
 from titanlike.core.launch.worker import Worker
-from titanlike.core.torch_private.fake_ranks import allocate, fake_process_group, fake_tensors
+from titanlike.core.torch_private.fake_ranks import fake_tensors
 from titanlike.core.training.anomalies import AnomalyDetector
-from titanlike.core.training.build import build_planned
 from titanlike.core.training.step import forward_backward, update
-from titanlike.core.training.train_plan import make_plan
 
 small = partial(tiny, layers=2)
 EXACT = Numerics("exact", 1)
@@ -103,14 +100,8 @@ def two_steps(config: Config, fake: FakeTensorMode) -> None:
     """Of rank 0, and an evaluation."""
     config, device = replace(config, device="auto"), torch.device("pretended", 0)
 
-    def fill(stage: nn.Module, *_: object, **__: object) -> None:
-        with fake:
-            allocate(stage, device)
-
     with fake_process_group(0, config.world_size):
-        mesh = lay_mesh(config, device, "fake", "pretended")
-        plan = make_plan(config, None, None, lambda: 2**40, mesh)
-        run = build_planned(config, mesh, plan, init_weights=fill)
+        run = build_fake(config, device, fake)
         shape = config.batch_size // config.dp, config.seq_len
         worker = Worker(0, config.world_size, 0, 1, Path(), None, [])
         detector = AnomalyDetector(config, {})

@@ -4,21 +4,84 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from titanlike.core.config.schema import Config
 from titanlike.core.data.loader import batches
 from titanlike.core.data.registry import open_data
 from titanlike.core.distributed.mesh import close_mesh, open_mesh
 from titanlike.core.launch.worker import Worker
-from titanlike.core.torch_private.fake_ranks import LiveStorages
 from titanlike.core.training.build import build
 from titanlike.core.training.device_batches import to_device
 from titanlike.core.training.step import optimizer_step
+
+
+class LiveStorages(TorchDispatchMode):
+    """A context that counts the bytes of live storages made within it, except on the meta device,
+    and the operators that run.
+
+    torch's trackers (`torch.distributed._tools.mem_tracker`) fail with microbatches (2.11 to 2.15).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.operators: Counter[str] = Counter()
+        self._bytes: dict[int, int] = {}
+
+    def __enter__(self) -> LiveStorages:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = super(torch.UntypedStorage, storage).resize_(size)
+            self._resized(storage)
+            return result
+
+        # FSDP frees gathered parameters this way, without an operator
+        patched: Any = torch.UntypedStorage
+        patched.resize_ = resize
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        del torch.UntypedStorage.resize_
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.operators[getattr(function, "overloadpacket", function).__name__] += 1
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            # DTensor's inner operators are not dispatched here
+            tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+            # a fake tensor's storage is on meta, whatever its device
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._bytes:
+            self._bytes[key] = 0
+            weakref.finalize(storage, self._gone, key)
+            self._resized(storage)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._bytes:
+            self.now += storage.nbytes() - self._bytes[key]
+            self._bytes[key] = storage.nbytes()
+            self.peak = max(self.peak, self.now)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._bytes.pop(key)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from support.cells import slow
 from support.counted_calls import CountedCalls
+from support.counted_memory import fake_process_group
 from support.models import tiny
 from titanlike.core.config.groups.computation import Float8Precision, Mxfp8Precision, Precision
 from titanlike.core.distributed.placement import in_float8
 from titanlike.core.models.llama import Llama, rotary_table
-from titanlike.core.torch_private.fake_ranks import fake_process_group
 from titanlike.core.torch_private.tensors import storage_id
 from titanlike.planning.estimate import make_estimate
 from titanlike.planning.known_hardware import shipped

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from support.cells import slow
+from support.live_memory import LiveStorages
 from support.models import tiny
 from support.opened import opened
 from support.proven import assert_proven
@@ -28,7 +29,6 @@ from titanlike.core.config.groups.pipeline import (
 )
 from titanlike.core.config.schema import Config
 from titanlike.core.launch.worker import Worker
-from titanlike.core.torch_private.fake_ranks import LiveStorages
 from titanlike.techniques.weight_gradients import DeferredWeightGradients
 
 CPU = torch.device("cpu")

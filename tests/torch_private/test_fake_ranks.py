@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlike.core.torch_private.fake_ranks import allocate, fake_process_group, fake_tensors
+from support.counted_memory import fake_process_group
+from titanlike.core.torch_private.fake_ranks import allocate, fake_tensors
 
 
 def test_to_empty_fails_under_fake_tensors() -> None:

@@ -13,6 +13,7 @@ import torch
 from benchmarks.speed.machine import resident_memory
 from benchmarks.speed.plain_loops import plain_loop
 from support.cells import slow
+from support.live_memory import LiveStorages
 from support.models import tiny
 from support.world import run_world
 from titanlike.core.config.groups.computation import ActivationCheckpoint, Fsdp
@@ -24,7 +25,6 @@ from titanlike.core.data.registry import open_data
 from titanlike.core.device.memory import peak_memory, return_freed_memory
 from titanlike.core.distributed.mesh import close_mesh, open_mesh
 from titanlike.core.launch.worker import Worker
-from titanlike.core.torch_private.fake_ranks import LiveStorages
 from titanlike.core.torch_private.pipeline_stage import _TORCH_KEEPS_BUFFERS
 from titanlike.core.training.anomalies import AnomalyDetector
 from titanlike.core.training.build import build, memory_is_short

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from support.cells import cells
+from support.live_memory import LiveStorages
 from support.models import tiny
 from support.saved_runs import events
 from support.world import RankError, run_world
@@ -29,7 +30,6 @@ from titanlike.core.data.registry import open_data
 from titanlike.core.distributed import async_reads as clock
 from titanlike.core.distributed.mesh import close_mesh, open_mesh
 from titanlike.core.launch.worker import Worker
-from titanlike.core.torch_private.fake_ranks import LiveStorages
 from titanlike.core.training import loop
 from titanlike.core.training.build import build
 from titanlike.core.training.loop import train

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from titanlike.core.config.groups.computation import ActivationCheckpoint, EveryActivationCheckpoint
@@ -55,9 +55,6 @@ class Estimate:
     plan: TrainPlan
     times: LayoutTimes
     simulation: Simulation
-    # pipeline rank -> bytes counted in a step (`counted_memory.py`)
-    counted: Mapping[int, int] = field(default_factory=dict)
-    not_counted: str = ""  # why counting failed
 
     @property
     def order(self) -> Order:
@@ -121,9 +118,8 @@ class Estimate:
 
     @cached_property
     def memory_bytes(self) -> list[int]:
-        """Peak bytes of each pipeline rank: counted if available, else estimated."""
-        estimated = self.plan.memory().of_ranks(self.plan.recomputed.blocks)
-        return [self.counted.get(rank, nbytes) for rank, nbytes in enumerate(estimated)]
+        """Peak bytes of each pipeline rank."""
+        return self.plan.memory().of_ranks(self.plan.recomputed.blocks)
 
     @property
     def memory_unknown(self) -> str:

@@ -66,8 +66,6 @@ def as_data(estimate: Estimate, warning: str = "") -> dict[str, Any]:
         "mfu": estimate.mfu,
         "bubble": estimate.simulation.bubble,
         "memory_bytes": estimate.memory_bytes,
-        "memory_counted": [rank in estimate.counted for rank in ranks],
-        "not_counted": estimate.not_counted,
         "fits": estimate.fits,
         "device_memory_bytes": estimate.hardware.usable,
         "ranks_per_device": estimate.shared_by,
@@ -165,10 +163,6 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
     if (shared := estimate.shared_by) > 1:
         text = "for correctness, not for speed: times are those of ranks with a device each"
         lines.append(f"shared  {shared} ranks take turns on a device, {text}")
-    if estimate.not_counted:
-        lines.append(
-            f"the memory is estimated, as a step could not be counted: {estimate.not_counted}"
-        )
     wrapped = (textwrap.wrap(line, width, subsequent_indent=" " * 8) or [""] for line in lines)
     return "\n".join(line for lines in wrapped for line in lines)
 
@@ -195,20 +189,16 @@ def _range(estimate: Estimate) -> str:
 def _memory_table(estimate: Estimate, width: int) -> str:
     used = [name for name in _PARTS if any(getattr(parts, name) for parts in estimate.memory)]
     unit, scale = ("GiB", _GIB) if estimate.fullest >= _GIB else ("MiB", 2**20)
-    header = ["rank", "stages", *(_PARTS[name] for name in used), "total"]
-    header += ["exact", "of"] if estimate.counted else ["of"]
+    header = ["rank", "stages", *(_PARTS[name] for name in used), "total", "of"]
     rows = []
     for rank, parts in enumerate(estimate.memory):
-        sizes: list[float | None] = [*(getattr(parts, name) for name in used), parts.total]
-        sizes += [estimate.counted.get(rank)] if estimate.counted else []
-        sizes.append(estimate.hardware.usable)
-        shown = ["" if size is None else f"{size / scale:.1f}" for size in sizes]
+        sizes = [getattr(parts, name) for name in used] + [parts.total, estimate.hardware.usable]
+        shown = [f"{size / scale:.1f}" for size in sizes]
         rows.append([str(rank), _stages(estimate.order.local(rank)), *shown])
     what = (
         "activ: of microbatches in flight; queued: for weight gradients that wait; msgs: between "
     )
     what += "stages; gather: whole parameters; peak: while a block runs"
-    what += "; exact: counted in a step" if estimate.counted else ""
     title = f"memory at the fullest moment, {unit}"
     return "\n".join([title, *textwrap.wrap(what, width), table(header, rows, width)])
 

@@ -47,8 +47,6 @@ def plan(argv: list[str]) -> int:
     add("--json", action="store_true", help="print one JSON object")
     text = "draw the pipeline: .svg or .png (%(const)s)"
     add("--picture", metavar="FILE", type=Path, nargs="?", const=Path("plan.svg"), help=text)
-    text = "count the memory in a step of each pipeline rank, without devices: seconds a rank"
-    add("--exact", action="store_true", help=text)
     text = "layouts that a search prints (%(default)s)"
     add("--top", metavar="N", type=int, default=10, help=text)
     flags, words = parser.parse_known_args(argv)
@@ -114,10 +112,6 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         ordered = with_found_order(replace(config, run_dir=folder), say)
         estimate = make_estimate(ordered, hardware)
-        if flags.exact:
-            from titanlike.planning.counted_memory import with_exact_memory
-
-            estimate = with_exact_memory(estimate)
         warning = ""
         if not estimate.fits:
             warning = memory_warning(config, estimate.plan, hardware.usable, 4.0)

@@ -1,32 +1,24 @@
-"""One rank without the others: collectives that return at once, fake tensors, and the bytes of live
-storages, real and fake."""
+"""One rank without the others: pipelines that ask no other rank, and fake tensors."""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 @contextlib.contextmanager
-def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """A context in which this process is a rank whose collectives do nothing and whose sends and
-    receives are dropped. Needs that no process group exists."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+def without_peers() -> Iterator[None]:
+    """A context in which torch's pipelines ask no other rank; at its end there is no process group,
+    nor what torch keeps of it."""
     try:
         with contextlib.ExitStack() as stack:
             # torch prints the whole order when it raises an error
@@ -36,7 +28,8 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
                 stack.enter_context(patch.object(owner, "_warmup_p2p", _first_messages_known))
             yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         # Symptom without it (2.13): parameters of the next fake job have this one's mesh, whose
         # groups are gone. Test: test_counted_memory.py (muon in a pipeline)
         from torch.distributed.tensor import debug  # imports the compiler
@@ -87,62 +80,3 @@ def _first_messages_known(_: object, stages: list[Any], *__: object) -> None:
 
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
-
-
-class LiveStorages(TorchDispatchMode):
-    """A context that counts the bytes of live storages made within it, except on the meta device,
-    and the operators that run.
-
-    torch's trackers (`torch.distributed._tools.mem_tracker`) fail with microbatches (2.11 to 2.15).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.operators: Counter[str] = Counter()
-        self._bytes: dict[int, int] = {}
-
-    def __enter__(self) -> LiveStorages:
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = super(torch.UntypedStorage, storage).resize_(size)
-            self._resized(storage)
-            return result
-
-        # FSDP frees gathered parameters this way, without an operator
-        patched: Any = torch.UntypedStorage
-        patched.resize_ = resize
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        del torch.UntypedStorage.resize_
-        super().__exit__(*error)
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.operators[getattr(function, "overloadpacket", function).__name__] += 1
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            # DTensor's inner operators are not dispatched here
-            tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-            # a fake tensor's storage is on meta, whatever its device
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                self._add(tensor.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._bytes:
-            self._bytes[key] = 0
-            weakref.finalize(storage, self._gone, key)
-            self._resized(storage)
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._bytes:
-            self.now += storage.nbytes() - self._bytes[key]
-            self._bytes[key] = storage.nbytes()
-            self.peak = max(self.peak, self.now)
-
-    def _gone(self, key: int) -> None:
-        self.now -= self._bytes.pop(key)
