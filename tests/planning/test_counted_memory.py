@@ -97,18 +97,13 @@ def test_a_rank_takes_less_the_more_tensor_parallel_ranks_there_are(tmp_path: Pa
     assert two < 0.56 * one and four < 0.33 * one
 
 
-LARGE_LAYOUTS = {
-    "1,024 ranks": small(2, 512, Schedule("1f1b", 4), batch_size=4 * 512, layers=2),
-    "memory that grows with microbatches": small(2, 1, Schedule("gpipe", 16), layers=2),
-}
-
-
-@pytest.mark.parametrize("config", cells(LARGE_LAYOUTS, {}))
-def test_estimated_memory_matches_a_counted_step(config: Config) -> None:
+def test_estimated_memory_matches_a_counted_step_of_many_microbatches() -> None:
+    """All are in flight at once."""
+    config = small(2, 1, Schedule("gpipe", 16), layers=2)
     plan = make_plan(config)
     estimated = plan.memory().of_ranks(plan.recomputed.blocks)
     counted = [counted_bytes(config, rank) for rank in range(config.pp)]
-    assert estimated == pytest.approx(counted, rel=0.1) and counted[0] > counted[1]
+    assert estimated == pytest.approx(counted, rel=0.1)
 
 
 @pytest.mark.parametrize(
