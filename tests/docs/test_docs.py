@@ -58,7 +58,7 @@ NOT_KEYS |= {"validation.data.path"}  # of a section of data, whose keys are che
 NOT_KEYS |= {"temperature", "timeline"}  # of titanlike generate; short for timeline.enabled
 # the changelog says what to use instead
 NOT_KEYS |= {"sweep.submit", "sweep.wait", "sweep.share", "launch.elastic"}
-NOT_KEYS |= {"warn_zero_gradients", "optimizer.state_dtype"}
+NOT_KEYS |= {"warn_zero_gradients", "optimizer.state_dtype", "verify.repro"}
 
 
 def commands(text: str) -> list[str]:

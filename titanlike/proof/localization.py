@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from titanlike.core.config.groups.computation import ActivationCheckpoint, Fsdp
 from titanlike.core.config.groups.pipeline import EvenSplit, Schedule
 from titanlike.core.config.schema import Config
 from titanlike.core.config.validate import problems
-from titanlike.core.data.registry import open_data
 from titanlike.core.data.sources import Data
 from titanlike.core.launch.failures import describe
 from titanlike.core.launch.rendezvous import barrier, in_words
@@ -47,7 +45,6 @@ from titanlike.proof.reference import (
     in_one_process,
     microbatches_of,
 )
-from titanlike.proof.repro import shrunk, write_repro
 from titanlike.proof.verification import (
     Verdict,
     apart,
@@ -150,7 +147,6 @@ def localize(config: Config, result: Verdict, worker: Worker) -> dict[str, Any]:
     recorded = attempts.run(least, None if least.compile else Recorder(shares, step))
     operation = attempts.first_operation(config, least, recorded, step)
     barrier(worker, "localized", REFERENCE_TIMEOUT)
-    small = shrunk(least, attempts.fails_alone) if config.verify.repro else least
     located: dict[str, Any] = {}
     if worker.rank == 0:
         for name in (TENSORS, OPERATIONS, _STEPS):
@@ -162,9 +158,6 @@ def localize(config: Config, result: Verdict, worker: Worker) -> dict[str, Any]:
         located["operation"] = operation
         lines = [*located["first"], *([operation] if operation else []), located["axis"]]
         lines.append(f"tensors: {attempts.folder}")
-        if config.verify.repro:
-            lines.append(write_repro(small, located, Path(config.verify.repro)))
-            located["repro"] = lines[-1]
         for line in lines:
             Console(steps=1).line(line)
     barrier(worker, "shown", REFERENCE_TIMEOUT)
@@ -217,7 +210,6 @@ class Attempts:
         self._data = open_data_on_every_rank(config, apart(worker, "data of localization"))
         (self.microbatches,) = {*microbatches_of(config, self._data).values()}  # of a global batch
         self._answers: list[str] = []
-        self._alone = False
 
     def prepare(self, config: Config, recorder: Recorder) -> None:
         """Compute and record the reference. Collective."""
@@ -256,9 +248,7 @@ class Attempts:
         answers = barrier(self.worker, name, REFERENCE_TIMEOUT, text, listens=True)
         causes = sorted(text for text in answers.values() if text.startswith((_ERROR, _OF_A_PEER)))
         self._answers.append("" if causes else answers.get(0, ""))
-        if (
-            causes and self.worker.rank == 0 and not self._alone
-        ):  # else sizes may not fit each other
+        if causes and self.worker.rank == 0:
             cause = causes[0].removeprefix(_ERROR).removeprefix(_OF_A_PEER)
             layout = [f"{axis}={size}" for axis in _MESH if (size := getattr(config, axis)) > 1]
             layout += [f"schedule={config.schedule.name}"] * (config.pp > 1)
@@ -290,18 +280,6 @@ class Attempts:
     def fails(self, config: Config) -> bool | None:
         self.run(config)
         return self.failed
-
-    def fails_alone(self, config: Config) -> bool:
-        """Whether a layout of another model, or on other data, fails."""
-        name, error, self._alone = f"reference {len(self._answers)}", "", True
-        if self.worker.rank == 0:
-            alone = replace(apart(self.worker, "", 1), local_world_size=1)
-            try:
-                compute_reference(config, open_data(config), alone, self._path)
-            except Exception as problem:  # sizes may not fit each other
-                error = str(problem) or type(problem).__name__
-        errors = barrier(self.worker, name, REFERENCE_TIMEOUT, error, listens=True)
-        return not errors and bool(self.fails(config))
 
 
 @contextmanager

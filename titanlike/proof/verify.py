@@ -70,8 +70,6 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
 
         # the fp32 comparison's, if it fails
         located = located or localize(*wrong[-1], worker)
-    if config.verify.repro and not agrees and "repro" not in located and worker.rank == 0:
-        print("repro: none: it is of layouts that differ by more than bits; try numerics=fast")
     verdict = {"verdict": "PASS" if agrees else "FAIL", **_fields(every, located)}
     for each in dump:
         from titanlike.proof.localization import first_place

@@ -64,10 +64,6 @@ class Verify:
     names: str | None = key(
         None, "YAML or JSON file: its parameter names -> the model's; # is any number"
     )
-    repro: str | None = key(
-        None,
-        "file for a script, of at most forty lines, that reproduces a failure in the smallest model",
-    )
     json: bool = key(
         False, "print the verdict as JSON in the last line, as in run_dir/verify/verdict.json"
     )
