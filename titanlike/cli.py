@@ -74,6 +74,7 @@ JOBS = {
 }
 TOOLS = {
     "plan": Command("run.tools.plan", "what a run will cost, before it is paid for"),
+    "rehearse": Command("run.tools.rehearse", "prove that the ranks cannot hang"),
     "timeline": Command("run.tools.timeline", "what each rank did, compared with the plan"),
     "checkpoint": Command("use.checkpoint_commands.main", "list, verify, convert checkpoints"),
     "tokenize": Command("formats.tokenize_corpus.main", "a corpus of many files as token ids"),
@@ -87,7 +88,7 @@ TOOLS = {
     "scripts": Command("run.tools.scripts", "copy the job scripts of a cluster"),
 }
 LISTED = {  # shown in --help
-    "plan and train": ("train", "verify", "plan", "tokenize", "scripts"),
+    "plan and train": ("train", "verify", "plan", "rehearse", "tokenize", "scripts"),
     "look at runs": ("report", "timeline", "checkpoint"),
     "use a model": ("generate", "sample", "evaluate", "perplexity", "export"),
 }

@@ -128,6 +128,41 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
     return 0 if estimate.fits else 1
 
 
+_REHEARSE = (
+    "Proves that the ranks of this command line cannot get out of step and wait for each other for "
+    "ever, or names the line where they do. Each rank's own code runs without devices and without the "
+    "other ranks: some steps, validation, saves, a stop request, a step with NaN, and a resume."
+)
+
+
+def rehearse(argv: list[str]) -> int:
+    """Return the exit code: 0; 1 if ranks get out of step; 2 if that cannot be said, and for errors
+    in the config."""
+    parser = argument_parser(_REHEARSE, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    text = "run every rank, not one of each class of ranks that are equal by construction"
+    parser.add_argument("--all", action="store_true", help=text)
+    flags, words = parser.parse_known_args(argv)
+    args = parse_argv(words)
+    args.multirun = False
+    complete_args(args)
+    checked = check_overrides(args)
+    config, problems = checked.config, checked.problems
+    if config is not None and not problems:
+        problems = validate.problems(config)
+    if problems or config is None:
+        return print_problems([problem.hiding(checked.environment) for problem in problems])
+    from titanlike.proof.rehearse import as_data, as_text, rehearse
+
+    try:
+        result = rehearse(config, every_rank=flags.all)
+    except ConfigError as error:
+        return print_problems([p.hiding(checked.environment) for p in error.problems])
+    lines = [json.dumps(as_data(result))] if flags.json else as_text(result, _width())
+    print("\n".join(lines))
+    return result.exit_code
+
+
 def _width() -> int:
     return max(60, shutil.get_terminal_size().columns)
 

@@ -165,13 +165,13 @@ def build_planned(
     mesh: Mesh,
     plan: TrainPlan,
     say: Callable[[str], object] = lambda _: None,
-    init_weights: Callable[..., object] = initialize,
+    init_weights: Callable[..., object] | None = None,
     more: Mapping[str, Transform] | None = None,
 ) -> Run:
     """Build from a plan. Collective: process groups are made here, not during planning, when rank 0
     may be timing units alone.
 
-    init_weights: allocates and initializes a stage, called as `initialize`.
+    init_weights: allocates and initializes a stage, in place of `initialize`.
     """
     transforms = stage_transforms(config, mesh, plan) | dict(more or {})
 
@@ -183,7 +183,7 @@ def build_planned(
         for name in plan.model_graph.canonical_names().values()
     }
     stages, states, weights_source = _make_stages(
-        config, mesh, plan, ordered, holders, partial(init_weights, say=say)
+        config, mesh, plan, ordered, holders, partial(init_weights or initialize, say=say)
     )
 
     # 3. the pipeline
