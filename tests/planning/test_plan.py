@@ -18,6 +18,7 @@ from titanlike.core.config.groups.computation import (
     Mxfp8Precision,
     ScaledPrecision,
 )
+from titanlike.core.config.schema import Config
 from titanlike.planning.costs.node_costs import EXPERTS_PRODUCT, Operator
 from titanlike.planning.estimate_text import as_data, as_text, chart_of
 from titanlike.planning.known_hardware import link_of, shipped
@@ -308,6 +309,19 @@ def test_shipped_hardware_agrees_with_the_peaks_that_mfu_uses() -> None:
     names = {"a100_80g": "A100", "h100_sxm": "H100", "h100_pcie": "H100 PCIe", "h200": "H200"}
     for choice, name in {**names, "b200": "B200", "gb200": "GB200", "mi300x": "MI300X"}.items():
         assert shipped(choice).bf16_flops == bf16_peak(name)
+
+
+@pytest.mark.parametrize("words", ["tp=72", "tp=8 dp=9 ep=9", "dp=72 ep=72", "dp=144 ep=72"])
+def test_layers_communicate_by_nvlink_among_all_72_gpus_of_a_gb200_domain(words: str) -> None:
+    """130 TB/s both ways for 72: 900 GB/s that each sends, of which 0.8 are reached."""
+    mesh = {name: int(size) for name, _, size in (word.partition("=") for word in words.split())}
+    axis = "ep" if "ep" in mesh else "tp"
+    rack, node = (link_of(Config(**mesh), axis, shipped(name)) for name in ("gb200", "b200"))
+    assert rack.inside and rack.bandwidth == rack.to_all == pytest.approx(
+        0.8 * 130e12 / 72 / 2, rel=0.01
+    )
+    assert not node.inside
+    assert not link_of(Config(dp=144, ep=144), "ep", shipped("gb200")).inside
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,7 +42,9 @@ from support.paths import ROOT  # noqa: E402
 from titanlike.core.checkpoint.discovery import committed, step_name, step_of  # noqa: E402
 from titanlike.core.checkpoint.integrity import check_all  # noqa: E402
 from titanlike.core.checkpoint.storage import Storage  # noqa: E402
+from titanlike.core.metrics.goodput import goodput  # noqa: E402
 from titanlike.core.metrics.sinks import read_jsonl  # noqa: E402
+from titanlike.planning.whole_run import RunTimes, simulate_runs  # noqa: E402
 
 EVERY, KEEP, STEPS = 3, 2, 36
 WORDS = (
@@ -76,6 +80,7 @@ class KilledRun:
         self.pp, self.dp = LAYOUTS[layout]
         self.words = [*WORDS, f"pp={self.pp}", f"dp={self.dp}", f"checkpoint.mode={mode}"]
         self.checkpoints = Storage(self.run_dir / "checkpoints")
+        self.every = EVERY
         self.expected = 0  # step that the next start goes on from
 
     def rows(self, name: str) -> list[dict[str, Any]]:
@@ -86,10 +91,14 @@ class KilledRun:
         return max((row["step"] for row in self.rows("metrics.jsonl")), default=0)
 
     def start(
-        self, fault: dict[str, Any] | None = None, victim: int | None = None, goal: int = STEPS
+        self,
+        fault: dict[str, Any] | None = None,
+        victim: int | None = None,
+        goal: int = STEPS,
+        life: float = LIMIT,
     ) -> bool:
-        """Start it, and kill it where the fault stops it, or once it has written the step `goal`;
-        whether it came to its end before."""
+        """Start it, and kill it where the fault stops it, once it has written the step `goal`, or
+        after `life` seconds; whether it came to its end before."""
         mark, before = uuid.uuid4().hex, len(self.rows("events.jsonl"))
         env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "SLURM", "RANK"))}
         env |= {"OMP_NUM_THREADS": "1", "CAMPAIGN": mark, "TMPDIR": str(self.folder)}
@@ -102,13 +111,16 @@ class KilledRun:
                 **{"stdout": output, "stderr": output, "stdin": subprocess.DEVNULL},
                 **{"cwd": self.folder, "env": env, "start_new_session": True},
             )
-        deadline = time.monotonic() + LIMIT
+        began = time.monotonic()
+        deadline = began + LIMIT
         # the last step may have been written by an earlier start, which was killed before its save
         going_on = (lambda: True) if goal >= STEPS else (lambda: self.last() < goal)
         while process.poll() is None and not flag.exists() and going_on():
+            if time.monotonic() > began + life < deadline:
+                break
             assert time.monotonic() < deadline, f"it did not end in {LIMIT:g} s"
             time.sleep(0.003)
-        reached = process.poll() is None and fault is not None
+        reached = process.poll() is None and (fault is not None or life < LIMIT)
         if reached:  # the driver first
             alive = sorted(processes(mark).items(), key=lambda item: item[1] is not None)
             for one in (one for one, rank in alive if victim in (None, rank)):
@@ -136,7 +148,7 @@ class KilledRun:
         newest = step_of(whole[0]) if whole else 0
         assert newest >= self.expected, f"the checkpoint of step {self.expected} is gone"
         self.expected = newest
-        lost, limit = self.last() - newest, EVERY if self.mode == "sync" else 2 * EVERY
+        lost, limit = self.last() - newest, self.every * (1 if self.mode == "sync" else 2)
         assert 0 <= lost <= limit, f"{lost} steps are lost"
         return lost
 
@@ -205,13 +217,73 @@ def campaign(
     return found
 
 
+def goodputs(
+    root: Path, mtbf: float, lives: int, say: Callable[[str], object] = print
+) -> tuple[RunTimes, float, dict[str, float]]:
+    """Kill a run after exponential times until it is done. Returns its times (of its own steps; of
+    starts and saves of another run, which is not killed), the goodput that they predict, and what
+    was measured.
+
+    lives: so many times before a kill, at the middles of equal parts of their distribution, in any
+    order; the run is about as long as most of them.
+    """
+    more = ["model.hidden_size=128", "model.intermediate_size=512", "seq_len=64", "gc_every=0"]
+
+    def run(name: str) -> KilledRun:
+        made = KilledRun(root / name, "one", "sync")
+        made.every = 50
+        made.words += [*more, f"checkpoint.every={made.every}"]
+        return made
+
+    def step_seconds(run: KilledRun) -> float:
+        return statistics.mean(row["step_seconds"] for row in run.rows("metrics.jsonl"))
+
+    calm, starts = run("calm"), []
+    for steps in (200, 400):  # the second launch reads a checkpoint
+        launched = time.time()
+        calm.words.append(f"steps={steps}")
+        assert calm.start()
+        starts.append(calm.rows("metrics.jsonl")[steps - 200]["time"] - launched)
+        calm.expected = steps
+    saves = [event for event in calm.rows("events.jsonl") if event["event"] == "saved"]
+    fields = {"stall": "stall_seconds", "save": "seconds"}
+    measured = {name: statistics.median(s[key] for s in saves) for name, key in fields.items()}
+    start = statistics.mean(starts) - step_seconds(calm)
+    steps = round(0.7 * lives * (mtbf - start) / step_seconds(calm))
+    killed, pauses, ended = run("killed"), [], 0.0
+    killed.words.append(f"steps={steps}")
+    quantiles = [(place + 0.5) / lives for place in range(lives)]
+    random.Random(0).shuffle(quantiles)
+    for number, quantile in enumerate([*quantiles, 1.0]):
+        life, launched = LIMIT if quantile == 1 else -mtbf * math.log(1 - quantile), time.time()
+        pauses += [launched - ended] if ended else []
+        if killed.start(life=life):
+            break
+        ended = launched + life
+        say(f"{number:4} killed after {life:.1f} s; goes on after {killed.lost()} lost steps")
+    found = goodput(killed.run_dir)
+    assert found is not None
+    times = RunTimes(
+        **{"steps": steps, "step": step_seconds(killed), "start": start},
+        **{"down": statistics.mean(pauses), "mtbf": mtbf, **measured},
+    )
+    return times, float(simulate_runs(times, killed.every).goodput.mean()), found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    text = "instead, compare the goodput of a run killed so often with the planned one"
+    parser.add_argument("--goodput", type=int, default=0, metavar="KILLS", help=text)
     arguments = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="campaign-"))
     print(f"seed {arguments.seed}; what goes wrong is kept in {root}", flush=True)
+    if arguments.goodput:
+        times, planned, measured = goodputs(root, 20.0, arguments.goodput)
+        print(f"{times}\n{measured}\nplanned {planned:.1%}, measured {measured['share']:.1%}")
+        shutil.rmtree(root)
+        return 0
     found = campaign(
         root, arguments.kills, arguments.seed, say=lambda line: print(line, flush=True)
     )

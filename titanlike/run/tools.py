@@ -1,4 +1,4 @@
-"""Commands that launch nothing: `titanlike plan [search] ...`, `timeline RUN [RUN]`, `report RUN
+"""Commands that launch nothing: `titanlike plan [search|run] ...`, `timeline RUN [RUN]`, `report RUN
 [RUN]`, `scripts SCHEDULER DIR`."""
 
 from __future__ import annotations
@@ -14,32 +14,39 @@ import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlike.core.config import validate
-from titanlike.core.config.errors import ConfigError, Problem
+from titanlike.core.config.errors import ConfigError, Problem, Refused
+from titanlike.core.config.groups.data import SyntheticData
+from titanlike.core.config.groups.user_code import Custom
 from titanlike.core.config.groups.watching import TIMELINE
 from titanlike.core.config.imports import TRUST_CODE
 from titanlike.core.config.keys import MAX_RANKS
+from titanlike.core.config.parse import MISSING, convert
 from titanlike.core.config.program import argument_parser, exit_code, scripts_dir, train_program
 from titanlike.core.config.schema import MESH_AXES, Config
-from titanlike.run.argv import complete_args, parse_argv
+from titanlike.core.data.kinds import DataError, vocabulary
+from titanlike.run.argv import complete_args, parse_argv, parse_override
 from titanlike.run.job import print_problems
-from titanlike.run.overrides import check_overrides
+from titanlike.run.overrides import CheckedOverrides, check_overrides
 
 if TYPE_CHECKING:
     from titanlike.planning.timeline_report import TimelineReport
+    from titanlike.planning.whole_run import RunTerms
 
 _PLAN = (
     "Says what a run will cost before anything is paid for: memory of each rank, time of a step, "
     "tokens/s, MFU, bubble, traffic, and what is slow. No GPU, process group or data are needed. "
-    "hardware= names the devices. `search` tries every layout of gpus=N devices for the global batch."
+    "hardware= names the devices. `search` tries every layout of gpus=N devices for the global "
+    "batch. `run` plans the whole run with its failures: days, money and goodput of tokens=N, with "
+    "price= of a device and an hour, mtbf= of the job, start=, down=, storage= and step=."
 )
 
 
 def plan(argv: list[str]) -> int:
     """Return the exit code: 0; 1 if the run would not fit; 2 for errors in the config."""
-    usage = "%(prog)s [search] [key=value ...] [group=choice ...] [FLAG ...]"
+    usage = "%(prog)s [search|run] [key=value ...] [group=choice ...] [FLAG ...]"
     epilog = f"Takes the overrides of training: {shlex.join(train_program())} --help lists them."
     epilog += " Example: search experiment=llama3_8b gpus=64 hardware=h100_sxm"
     parser = argument_parser(_PLAN, usage=usage, epilog=epilog, allow_abbrev=False)
@@ -50,13 +57,24 @@ def plan(argv: list[str]) -> int:
     text = "layouts that a search prints (%(default)s)"
     add("--top", metavar="N", type=int, default=10, help=text)
     flags, words = parser.parse_known_args(argv)
-    searching = "search" in words[:1]
-    words = words[1:] if searching else words
+    mode = words.pop(0) if words[:1] in (["search"], ["run"]) else ""
+    terms, problems = None, list[Problem]()
+    if mode == "run":
+        from titanlike.planning.whole_run import RunTerms
+
+        own = [word for word in words if word.partition("=")[0] in RunTerms.__dataclass_fields__]
+        words = [word for word in words if word not in own]
+        given = dict[str, Any]()
+        for word in own:
+            name, _, text = word.partition("=")
+            override = parse_override(word)
+            swept = override is not None and override.is_sweep_override()
+            given[name] = text if override is None or swept else override.value()
+        terms = convert(RunTerms, given, "", problems)
     gpus = [word.partition("=")[2] for word in words if word.startswith("gpus=")][-1:]
     words = [word for word in words if not word.startswith("gpus=")]
-    problems = []
     for number in gpus:
-        if not searching:
+        if mode != "search":
             reason = f"is for a search; the devices of a plan are {' x '.join(MESH_AXES)}"
             problems.append(Problem("gpus", number, reason, f"plan search gpus={number}"))
         elif not number.isdigit() or not 1 <= int(number) <= MAX_RANKS:
@@ -68,8 +86,8 @@ def plan(argv: list[str]) -> int:
     args.multirun = False
     complete_args(args)
     checked = check_overrides(args)
-    problems += checked.problems
-    config = checked.config
+    config, found = _without_data(checked)
+    problems += found
     if checked.multirun:
         reason = "plans one layout, or searches for all of gpus=N"
         problems.append(Problem("plan", "", f"{reason}; a sweep is for train.py"))
@@ -78,8 +96,8 @@ def plan(argv: list[str]) -> int:
     if problems or config is None:
         return print_problems([problem.hiding(checked.environment) for problem in problems])
     try:
-        if not searching:
-            return _plan(config, flags)
+        if mode != "search":
+            return _plan(config, flags, terms)
         from titanlike.planning.search import search, search_data, search_text
 
         devices = int(gpus[0]) if gpus else config.world_size
@@ -90,6 +108,8 @@ def plan(argv: list[str]) -> int:
         return 0 if layouts.ranked else 1
     except ConfigError as error:
         return print_problems([p.hiding(checked.environment) for p in error.problems])
+    except Refused as error:
+        return print_problems([error.problem.hiding(checked.environment)])
     except ModuleNotFoundError as error:  # an extra is not installed
         return print_problems([Problem("plan", "", f"{error.name} is not installed")])
     except BrokenPipeError:  # piped to `head`
@@ -97,7 +117,26 @@ def plan(argv: list[str]) -> int:
         return 0
 
 
-def _plan(config: Config, flags: argparse.Namespace) -> int:
+def _without_data(checked: CheckedOverrides) -> tuple[Config | None, list[Problem]]:
+    """Return the config and its problems. Data that are not here are no problem: random tokens of
+    the model's vocabulary, if it says how large that is, take their place."""
+    config, problems = checked.config, [*checked.problems]
+    size = None if config is None else config.model.args.get("vocab_size")
+    if config is None or type(size) is not int or isinstance(config.data, Custom):
+        return config, problems
+    missing = [p for p in problems if p.key.startswith("data.") and p.value == MISSING]
+    try:
+        if not missing:
+            vocabulary(config.data)
+    except DataError as error:
+        missing = [error.problem]
+    if missing:
+        print(f"planned without data, with model.vocab_size={size}: {missing[0]}", file=sys.stderr)
+        config = replace(config, data=SyntheticData(vocab_size=size))
+    return config, [problem for problem in problems if problem not in missing]
+
+
+def _plan(config: Config, flags: argparse.Namespace, terms: RunTerms | None) -> int:
     from titanlike.planning.advice import memory_warning
     from titanlike.planning.auto_schedule import WHY, with_found_order
     from titanlike.planning.estimate import make_estimate
@@ -115,7 +154,12 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
         warning = ""
         if not estimate.fits:
             warning = memory_warning(config, estimate.plan, hardware.usable, 4.0)
-        if flags.json:
+        if terms is not None:
+            from titanlike.planning.whole_run import plan_run, run_text
+
+            run = plan_run(estimate, terms)
+            print(json.dumps(run) if flags.json else run_text(run, estimate, warning, _width()))
+        elif flags.json:
             print(json.dumps(as_data(estimate, warning)))
         else:
             print(as_text(estimate, warning, _width()))

@@ -177,7 +177,7 @@ def convert(
     example = fix = ""
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         if isinstance(value, dict):
-            return _dataclass(annotation, value, f"{key}.", problems)
+            return _dataclass(annotation, value, f"{key}.".lstrip("."), problems)
         names = ", ".join(f"{key}.{field.name}" for field in dataclasses.fields(annotation))
         problems.append(Problem(key, value, f"has keys below it: {names}"))
         return None
