@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -79,6 +80,10 @@ def _recording(recorder: Recorder, quiet: list[int]) -> Iterator[None]:
                 tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
                 operation, group, more = described(function, args, kwargs, recorder.reduction)
                 recorder.add(operation, group, tensors if operation != "barrier" else (), **more)
+            own = OPDEFS.get(function._schema.name)  # which may communicate
+            if own is not None and not any(getattr(arg, "is_meta", False) for arg in args):
+                with self:
+                    return own._init_fn(*args, **kwargs)
             return function(*args, **kwargs)
 
     def noted(name: str) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from titanlike.core.checkpoint.reader import raise_on_all_ranks
 from titanlike.core.checkpoint.storage import MARKER, Storage
 from titanlike.core.config.groups.watching import NoLogger
 from titanlike.core.config.schema import LAYER_AXES, Config
+from titanlike.core.data.loader import batches, validation_batches
 from titanlike.core.data.sources import Batch, Data
 from titanlike.core.launch.signals import StopRequest
 from titanlike.core.launch.worker import Worker
@@ -204,9 +205,9 @@ def _stand_ins(
 
     along = axes_of(shared.config, range(shared.config.world_size)) & {"replicate", "shard"}
 
-    def read_by_dp_ranks(batches: Callable[..., Any]) -> Callable[..., Iterator[Batch]]:
+    def read_by_dp_ranks(stream: Callable[..., Any]) -> Callable[..., Iterator[Batch]]:
         def read(*args: Any, **kwargs: Any) -> Iterator[Batch]:
-            for batch in batches(*args, **kwargs):
+            for batch in stream(*args, **kwargs):
                 for tensor in batch.values():
                     recorder.set_differs(tensor, frozenset(along))
                 yield batch
@@ -214,8 +215,8 @@ def _stand_ins(
         return read
 
     if shared.config.dp > 1:
-        yield loop, "batches", read_by_dp_ranks(loop.batches)
-        yield step, "validation_batches", read_by_dp_ranks(step.validation_batches)
+        yield loop, "batches", read_by_dp_ranks(batches)
+        yield step, "validation_batches", read_by_dp_ranks(validation_batches)
     prepare = writer.prepare_save
 
     def prepare_save(tensors: Any) -> writer.PreparedSave:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -241,7 +242,8 @@ def _is_skipped(file: str) -> bool:
 def lines() -> tuple[str, str]:
     """(the innermost line outside of torch, the innermost one outside of titanlike, too), as
     FILE:LINE; the latter "" if there is none."""
-    frame, found = sys._getframe(1), ""
+    frame: FrameType | None = sys._getframe(1)
+    found = ""
     while frame is not None and not frame.f_code.co_filename.startswith(_CALLER):
         name = frame.f_code.co_filename
         if not _is_skipped(name):
@@ -249,7 +251,7 @@ def lines() -> tuple[str, str]:
             if not name.startswith(_PACKAGE):
                 return found or here, here
             found = found or here
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return found, ""
 
 
@@ -502,7 +504,8 @@ def _of_objects(recorder: Recorder, name: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        group, sent = given.get("group") or dist.group.WORLD, recorder.objects
+        group: Any = given.get("group") or dist.group.WORLD
+        sent = recorder.objects
         ends = [given[key] for key in ("src", "dst") if given.get(key) is not None]
         within = [given[key] for key in ("group_src", "group_dst") if given.get(key) is not None]
         end = dist.get_global_rank(group, within[0]) if within else ends[0] if ends else 0
