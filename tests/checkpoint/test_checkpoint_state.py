@@ -153,7 +153,7 @@ def save_and_change(config: Config, worker: Worker) -> None:
             checkpointer.save(Progress(step=step))
             checkpointer.before_update()
             fill(run, -1)
-            assert len(committed(checkpointer._folder)) == step - 1
+            assert len(committed(checkpointer.folder)) == step - 1
             may_commit.set()
             checkpointer.finish(Progress(step=step), done=False)
         checkpointer.close()

@@ -15,6 +15,8 @@ from unittest import mock
 import pytest
 import torch
 
+from support.models import tiny
+from support.world import run_world
 from titanlike.core.checkpoint import integrity, reader, storage
 from titanlike.core.checkpoint.format import WORDS, Index, SavedTensor, checksum
 from titanlike.core.checkpoint.integrity import CheckpointHeader, check_all, commit, open_header
@@ -22,7 +24,12 @@ from titanlike.core.checkpoint.reader import ShardReader, read
 from titanlike.core.checkpoint.staging import write_pieces
 from titanlike.core.checkpoint.storage import INDEX, MARKER, DamagedCheckpoint, Storage
 from titanlike.core.checkpoint.writer import _keys, assign, prepare_save, write_checkpoint
+from titanlike.core.config.groups.jobs import Checkpoint
+from titanlike.core.config.schema import Config
 from titanlike.core.distributed.placement import Blocks
+from titanlike.core.launch.watchdog import MOVING, Watchdog
+from titanlike.core.launch.worker import Worker
+from titanlike.core.training.loop import train
 
 ROWS, COLUMNS = 768, 1000
 VALUES = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
@@ -116,19 +123,35 @@ def test_each_part_that_is_read_or_written_counts_as_progress(url: str, tmp_path
     """Also of an object store, where a piece of gigabytes is not one request."""
     folder, saved = Storage(url or str(tmp_path)), SavedTensor("w", "float32", VALUES.shape)
     folder.make()
-    begin = storage.MOVED.count
     files = write_pieces(folder, 0, [(saved, (0, 0), VALUES)])
-    assert storage.MOVED.count - begin >= 3, "a MiB each"
+    assert folder.moved.count >= 3, "a MiB each"
     commit(folder, files, {"step": 1, "progress": {}, "val_loss": None, "same": {}})
-    header, begin = open_header(folder), storage.MOVED.count
+    header, begin = open_header(folder), folder.moved.count
     with mock.patch.object(reader, "_AT_ONCE", 2**20):
         held = torch.zeros_like(VALUES)
         read(header, {"w": held}, None)
     assert torch.equal(held, VALUES)
-    assert 3 <= storage.MOVED.count - begin <= 4
-    begin = storage.MOVED.count
+    assert 3 <= folder.moved.count - begin <= 4
+    begin = folder.moved.count
     check_all(folder)
-    assert storage.MOVED.count - begin >= 3
+    assert folder.moved.count - begin >= 3
+
+
+def parts_counted(config: Config, worker: Worker) -> int:
+    """A run; the parts of its checkpoints that the watchdog was told of."""
+    told: list[tuple[Any, Any]] = []
+    with mock.patch.object(Watchdog, "watch_steps", lambda _, *steps: told.append(steps)):
+        train(config, worker)
+    [count] = [count for count, phases in told if phases == MOVING]
+    return count()
+
+
+def test_the_watchdog_is_told_of_what_a_run_saves_resumes_and_starts_from(tmp_path: Path) -> None:
+    saves = tiny(layers=1, steps=1, checkpoint=Checkpoint(every=0, last=True))
+    start = Checkpoint(every=0, last=False, start_from=str(tmp_path / "run"))
+    runs = [("run", saves), ("run", saves), ("started", replace(saves, checkpoint=start))]
+    parts = [run_world(parts_counted, config, tmp_path / name)[0] for name, config in runs]
+    assert all(count > 10 for count in parts), parts
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ LARGER: dict[str, tuple[Callable[[Path], object], str]] = {
     "line.jsonl.zst": (lambda p: p.write_bytes(zstandard.compress(much('{"text": "', '"}'))), "line 1 is longer than 64 MiB"),
     "text.txt.gz": (lambda p: p.write_bytes(gzip.compress(much(), 1)), "unpacks to more than 64 MiB"),
     "array.json.gz": (lambda p: p.write_bytes(gzip.compress(much('[{"text": "', '"}]'), 1)), "unpacks to more than 64 MiB"),
-    "group.parquet": (repeated, "it unpacks to more than 64 MiB"),
+    "group.parquet": (repeated, "unpacks to more than 64 MiB"),
     "hole.txt": (hollow, "has holes"),
     "cut.orc": (lambda p: p.write_bytes(b"ORC" + bytes(100)), "is not a Orc file that can be read"),
 }  # fmt: skip

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import shutil
 import socket
+import subprocess
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from titanlike.core.config.groups.data import HFData, TextData
 from titanlike.core.config.schema import Config
@@ -162,6 +168,45 @@ def test_a_compressed_file_is_read_by_its_inner_format(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"MMIDIDX\0\0")
     with pytest.raises(DataError, match="the index of a Megatron"):
         open_data(config(tmp_path / "a.bin", tmp_path / "cache"))
+
+
+def sparse_tar(path: Path) -> None:
+    """A member of 128 MiB, of which the archive holds nothing."""
+    path.with_name("a.txt").touch()
+    os.truncate(path.with_name("a.txt"), 1 << 27)
+    subprocess.run(["tar", "-cSf", path, "-C", path.parent, "a.txt"], check=True)
+
+
+LONG = b'{"text": "' + b"a" * (70 << 20) + b'"}\n'
+PACKED: dict[str, Callable[[Path], object]] = {
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LONG, 1)),
+    "a.jsonl.zst": lambda path: path.write_bytes(zstandard.compress(LONG)),
+    "a.txt.bz2": lambda path: path.write_bytes(bz2.compress(LONG, 1)),
+    "a.txt.xz": lambda path: path.write_bytes(lzma.compress(LONG, preset=0)),
+    "gzip.csv": lambda path: path.write_bytes(gzip.compress(LONG, 1)),
+    "lines.jsonl.gz": lambda path: path.write_bytes(gzip.compress(b'{"text": "a"}\n' * (5 << 20), 1)),
+    "a.tar": sparse_tar,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_file_that_datasets_would_unpack_to_much_more_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the library reads it, which has no bound, by whatever it begins with."""
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    (tmp_path / "in").mkdir()
+    PACKED[name](tmp_path / "in" / name)
+    assert 0 < (tmp_path / "in" / name).stat().st_size < 1 << 20
+    with pytest.raises(DataError, match=f"{name}.* unpacks to more than 64 MiB"):
+        list(hf_dataset.texts(HFData(path=str(tmp_path / "in" / name))))
+
+
+def test_an_archive_that_datasets_would_unpack_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.jsonl", "w") as archive:
+        archive.writestr("a.jsonl", '{"text": "a"}\n')
+    with pytest.raises(DataError, match="a.jsonl: is zip, which is not read here; unpack it"):
+        list(hf_dataset.texts(HFData(path=str(tmp_path / "a.jsonl"))))
 
 
 def listing(folder: Path, names: list[str], configs: list[dict[str, Any]]) -> Path:

@@ -1,17 +1,19 @@
 """Parquet, Arrow, Feather and ORC files are read compressed as well, and a file of kilobytes that
-unfolds to gigabytes is refused before it does."""
+unfolds to gigabytes is refused before it does, whatever it says of itself."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import feather, ipc, orc, parquet
 
 from titanlike.core.config.groups.data import HFData
 from titanlike.core.data.registry import DataError
+from titanlike.formats import tables
 from titanlike.formats.hf_dataset import texts as texts_of_dataset
 from titanlike.formats.tables import _LARGEST
 from titanlike.formats.text import documents, rows_of
@@ -84,6 +86,92 @@ def test_a_small_table_that_unfolds_to_much_is_refused(
     if path.suffix in (".parquet", ".arrow"):
         with pytest.raises(DataError, match="unpacks to more than"):
             list(texts_of_dataset(HFData(path=str(path))))
+
+
+def same(text: Any, rows: int) -> Any:
+    """A column that has one text in each row, and holds it once."""
+    return pyarrow.DictionaryArray.from_arrays(np.zeros(rows, "int32"), pyarrow.array([text]))
+
+
+def in_a_list(values: Any) -> Any:
+    return pyarrow.ListArray.from_arrays(pyarrow.array([0, len(values)]), values)
+
+
+def varint(number: int) -> bytes:
+    """As Thrift writes it."""
+    rest = number >> 7
+    return bytes([number & 127 | 128]) + varint(rest) if rest else bytes([number])
+
+
+def forged(path: Path) -> None:
+    """Let a footer say 50 of whatever it says millions of: of sizes and of counts."""
+    data, footer = path.read_bytes(), parquet.read_metadata(path)
+    group = footer.row_group(0)
+    column = group.column(0)
+    begin = len(data) - 8 - footer.serialized_size
+    for number in (group.total_byte_size, column.total_uncompressed_size, column.num_values):
+        right = varint(2 * number)
+        if number > 1 << 20:  # of as many bytes
+            low = b"\xe4" + b"\x80" * (len(right) - 2) + b"\x00"
+            data = data[:begin] + data[begin:].replace(right, low)
+    path.write_bytes(data)
+    assert parquet.read_metadata(path).row_group(0).total_byte_size <= 1 << 20
+
+
+BOMBS = {  # more than a GiB, or 70 MiB of one record
+    "a page": lambda: pyarrow.array([LONG * 70]),
+    "values of a row": lambda: in_a_list(pyarrow.array(np.zeros(70 << 20, "int8"))),
+    "texts of a row": lambda: in_a_list(same(LONG, 1100)),
+    "a text of many rows": lambda: same(LONG * 10, 1100),
+    "bytes of many rows": lambda: same(LONG.encode() * 10, 1100),
+    "many rows": lambda: pyarrow.nulls(1 << 22, pyarrow.string()),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_parquet_whose_pages_unfold_to_more_than_its_footer_says_is_refused(
+    bomb: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.parquet"
+    how = {"compression": "zstd", "use_dictionary": bomb != "a page", "store_schema": False}
+    parquet.write_table(pyarrow.table({"text": BOMBS[bomb]()}), path, **how)
+    forged(path)
+    assert path.stat().st_size < _LARGEST / 50
+    with pytest.raises(DataError, match=r"unpacks to more than 6\d MiB"):
+        list(documents([path], "text"))
+    with pytest.raises(DataError, match=r"unpacks to more than 6\d MiB"):
+        list(texts_of_dataset(HFData(path=str(path))))
+
+
+def test_a_long_text_of_many_rows_is_read(tmp_path: Path) -> None:
+    """As the same instructions in each conversation are, of tens of MiB in all."""
+    texts = same("größer " * 2**12, 1000)
+    path = tmp_path / "a.parquet"
+    for column in (pyarrow.ListArray.from_arrays(np.arange(1001, dtype="int32"), texts), texts):
+        parquet.write_table(pyarrow.table({"text": column}), path, store_schema=False)
+        assert path.stat().st_size < 2**18 and len(list(rows_of(path))) == 1000
+    assert len(list(texts_of_dataset(HFData(path=str(path))))) == 1000
+
+
+def with_library(does: str) -> str:
+    """The program that reads first, with a library that does something else."""
+    program = f"import os, sys\nsys.path.insert(0, {str(tables._PROGRAM.parent)!r})\n"
+    program += (
+        f"import first_read\nfirst_read.SECONDS = 1\ndef parts_of(*_):\n    {does}\n    yield\n"
+    )
+    return program + "first_read.parts_of = parts_of\nfirst_read.main()\n"
+
+
+@pytest.mark.parametrize("does", ["os.abort()", "while True: pass", "bytearray(10**9)"])
+def test_a_file_that_its_library_cannot_read_within_limits_is_refused(
+    does: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the process that reads it, never ends, or takes all memory."""
+    (tmp_path / "program").write_text(with_library(does))
+    monkeypatch.setattr(tables, "_PROGRAM", tmp_path / "program")
+    path = write(tmp_path / "a.orc", "orc", pyarrow.array(TEXTS))
+    with pytest.raises(DataError, match="it is damaged, or unpacks to more than"):
+        list(documents([path], "text"))
 
 
 def test_arrow_files_whose_parts_and_footer_differ_are_refused(tmp_path: Path) -> None:

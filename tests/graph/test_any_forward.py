@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from support import any_models, device_dependent, forwards, stashed
 from support.cells import slow
+from support.counted_calls import CountedCalls
 from support.forwards import DIM, VOCAB, Blocks
 from support.models import tiny
 from support.opened import opened
@@ -527,17 +528,21 @@ class Turned(nn.Module):
         return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def strict_step(config: Config, worker: Worker) -> float:
+def strict_step(config: Config, worker: Worker) -> tuple[float, set[int]]:
+    """The loss, and the widths of what is copied."""
     warnings.filterwarnings("error", "FSDP2-wrapped module .* returned a view")
-    with opened(config, worker) as job:
-        return job.train().item()
+    with opened(config, worker) as job, CountedCalls() as counted:
+        loss = job.train().item()
+    return loss, {call.shapes[0][-1] for call in counted.calls if call.name == "aten::clone"}
 
 
 def test_blocks_that_return_views_are_sharded_without_a_warning(tmp_path: Path) -> None:
+    """And the logits of a head with a bias, a view of what it has computed, are not copied."""
     config = tiny(dp=2, model=Model(f"{__name__}.Viewed"), fsdp=Fsdp(3))
     both = run_world(strict_step, config, tmp_path)
-    one = run_world(strict_step, replace(config, dp=1, fsdp=Fsdp()), tmp_path)
-    assert both == pytest.approx([one[0]] * 2, rel=1e-6)
+    [(one, _)] = run_world(strict_step, replace(config, dp=1, fsdp=Fsdp()), tmp_path)
+    assert [loss for loss, _ in both] == pytest.approx([one] * 2, rel=1e-6)
+    assert [copied for _, copied in both] == [{16}, {16}]
 
 
 def test_a_loss_without_gradient_is_told_before_launch() -> None:

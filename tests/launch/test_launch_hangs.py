@@ -264,14 +264,14 @@ def test_a_busy_device_queue_is_not_a_hang(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_read_part_by_part_is_not_a_hang(tmp_path: Path) -> None:
     """A load takes longer than its limit, with a part of a file now and then."""
-    worker, folder = Worker(0, 1, 0, 1, tmp_path, None, []), Storage(tmp_path)
+    worker = Worker(0, 1, 0, 1, tmp_path, None, [])
     (tmp_path / "logs").mkdir()
-    folder.write("part", b"x")
+    (tmp_path / "part").write_bytes(b"x")
     failures = list[Failure]()
     data: Any = SimpleNamespace(train=None)
     settings = Launch(timeout=30, step_timeout=1, heartbeat=1)
     with Watchdog(worker, settings, failures.append) as watchdog:
-        watch_long_steps(watchdog, data)
+        folder = Storage(tmp_path, watch_long_steps(watchdog, data))
         watchdog.enter_phase(1, "load", 1)
         with folder.reader("part") as read_into:
             for _ in range(10):

@@ -25,12 +25,13 @@ from support.command_lines import applied, examined, problems_of, proposals, wit
 from support.commands import TINY, command
 from support.launched import Launched
 from support.paths import ROOT
-from titanlike.cli import TOOLS
+from titanlike.cli import JOBS, TOOLS
 from titanlike.core.config import other_frameworks
 from titanlike.core.config.errors import Problem
 from titanlike.core.config.other_frameworks import Context, translate
 from titanlike.core.config.overrides import key_of
 from titanlike.core.config.schema import OPEN_GROUPS, VARIANTS, Config
+from titanlike.run.argv import flat_keys
 
 COUNTED = f"""
 import runpy
@@ -362,6 +363,26 @@ def test_an_option_of_a_tool_is_answered_with_the_tool(
     for option in options:
         answer = translate(f"{tool}.{option}", "1", Context())
         assert answer and f"titanlike {tool} --help" in answer[1], f"{tool} --{option}"
+
+
+SECTIONS = {*TOOLS, *JOBS} - {"train", "perplexity"}  # a `perplexity` has the keys of `evaluate`
+
+
+@pytest.mark.parametrize("tool", ["verify", *slow(*sorted(SECTIONS - {"verify"}))])
+def test_a_key_of_one_tool_is_not_answered_with_another_tool(tool: str) -> None:
+    """Each option of a tool, and each key of a section, under each other tool's name."""
+    known = flat_keys(examined().composed)
+    names = {name for entry in TABLE for name in entry["keys"].split() if "tool" in entry}
+    names |= {name for name in known if name.partition(".")[0] in SECTIONS}
+    options = {name.rpartition(".")[2] for name in names} - {*known}
+    words = [f"{tool}.{option}=5" for option in sorted(options) if f"{tool}.{option}" not in known]
+    found = [p for p in problems_of(words) if p.key.partition(".")[2] in options]
+    assert len(found) > 40
+    for problem in found:
+        said = f"{problem.reason} {problem.fix}"
+        others = SECTIONS - {tool, "sample" if "layout" in problem.key else ""}
+        crossed = re.findall(rf"titanlike ({'|'.join(others)})\b|\b({'|'.join(others)})\.", said)
+        assert not crossed, f"{problem.key}: {said}"
 
 
 WORDS = st.lists(

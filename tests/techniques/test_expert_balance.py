@@ -239,6 +239,37 @@ def test_balance_losses_are_over_the_real_tokens_of_the_global_batch(
         optimizer.zero_grad()
 
 
+class CallsItsExperts(RoutedMLP):
+    """As somebody's own, which does not call `through_experts`: its experts count all rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)  # [N, D]
+        weights, chosen = self.gate(tokens).softmax(-1).topk(2)  # [N, K]
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.zeros(8, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(order))
+        results = self.experts(tokens[order // 2], counts)[order.argsort()]
+        return (weights.unsqueeze(1) @ results.unflatten(0, (-1, 2))).view(x.shape)
+
+
+class OwnMixture(Moe):
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        for layer in self.modules():
+            if isinstance(layer, RoutedMLP):
+                layer.__class__ = CallsItsExperts
+
+
+def test_an_own_mixture_that_computes_padding_drops_no_choices(tmp_path: Path) -> None:
+    """`dropped` is not below 0 where more choices are computed than real tokens make."""
+    own = Custom(f"{__name__}.OwnMixture", SIZES | ALL)
+    config = replace(losses(data=OWN), model=own)
+    [found] = run_world(gradients_of_two_steps, config, tmp_path)
+    inputs = next(batches(open_data(config).train, config, dp_rank=0))["targets"]
+    assert (inputs == IGNORE).sum() > 10, "there is padding"
+    assert [step["loads"][2] for step in found] == [0, 0]
+
+
 @pytest.mark.slow
 def test_batches_with_padding_compile_nothing_more_in_a_step_or_a_validation(
     tmp_path: Path,

@@ -17,9 +17,10 @@ from titanlike.core.config.errors import ConfigError
 from titanlike.core.config.groups.computation import Fsdp
 from titanlike.core.config.groups.data import SyntheticData
 from titanlike.core.config.groups.optimization import ChunkedCrossEntropy, ConstantLr
-from titanlike.core.config.groups.pipeline import BalanceSplit, EvenSplit, Schedule
+from titanlike.core.config.groups.pipeline import BalanceSplit, EvenSplit, PointSplit, Schedule
 from titanlike.core.config.groups.user_code import Custom, Model
 from titanlike.core.config.schema import Config
+from titanlike.core.config.validate import MESH_KEYS
 from titanlike.core.graph.cut import message
 from titanlike.core.graph.partition import partition
 from titanlike.core.pipeline.from_config import build_order, derive_microbatches
@@ -28,6 +29,24 @@ from titanlike.core.training.report import epochs, warmup
 from titanlike.core.training.train_plan import make_plan
 from titanlike.run.checks import problems
 from titanlike.techniques.tp import tensor_parallel as tensor_draft
+
+
+def test_a_mesh_that_breaks_a_rule_hides_no_error_of_model_and_loss() -> None:
+    """All are told at once, and none that the mesh alone makes."""
+    meshes: list[dict[str, Any]] = [
+        {"dp": 3, "split": PointSplit(["model.layers.2"]), "pp": 2},
+        {"dp": 2, "batch_size": 7, "seq_len": 32, "schedule": "interleaved1f1b"},
+        {"dp": 4, "replicate": 3, "ep": 5},
+    ]
+    heads = Custom("llama", {**LLAMA, "num_attention_heads": 5, "vocab_size": None})
+    wrong = {"model": heads, "loss": Custom("nowhere.loss")}
+    own = {problem.key for problem in problems(replace(tiny(), **wrong))}
+    assert own >= {"model.num_attention_heads", "loss.name"}
+    for mesh in meshes:
+        alone = {problem.key for problem in problems(tiny(**mesh))}
+        assert alone and alone <= {*MESH_KEYS}
+        found = problems(replace(tiny(**mesh), **wrong))
+        assert {problem.key for problem in found} == alone | own
 
 
 def test_a_405b_model_is_drafted_in_seconds() -> None:

@@ -40,6 +40,7 @@ TASKS = {
     "choices": f"{CHOICES}doc_to_text: '{{{{q}}}}'",
     "spaces": f"{CHOICES}doc_to_text: 'Q: {{{{q}}}}  '\ntarget_delimiter: ''",
     "letters": f"{CHOICES}doc_to_text: '{{{{q}}}} Answer:'\ndoc_to_choice: ['A', 'B', 'C']",
+    "shots": f"{CHOICES}doc_to_text: '{{{{q}}}}'\nnum_fewshot: 2\nfewshot_split: test",
     "alone": f"{CHOICES}doc_to_text: ''\ntarget_delimiter: ''",
     "whole": """
 output_type: loglikelihood_rolling

@@ -38,14 +38,12 @@ STRANGE = (
 metadata: {{pretrained: OUT/hf, trust_remote_code: true}}
 """
 )
-# what the libraries do by themselves: is there IPv6, a tokenizer's temporary folder, and which commit
-# the working directory has, which the harness asks git before it returns its results
+# what the libraries do by themselves: is there IPv6, and a tokenizer's temporary folder
 OWN = (
     "socket.bind (('::1', 0),)",
     *(f"{verb} /tmp/tmp" for verb in ("open", "os.mkdir", "os.rmdir")),
 )
 OWN += ("os.remove tokenizer",)
-GIT = "subprocess.Popen ('git', ['git', 'describe', '--always'], None, None)"
 STATES: list[dict[str, Any]] = [
     {},
     {"config.evaluate": {"tasks": ["strange"], "task_files": ["OUT", "RUN"], "every": 1}},
@@ -99,12 +97,19 @@ def test_tasks_on_a_received_folder_use_nothing_that_it_names(
             path.write_text(json.dumps(plain | forge.filled(TOKENIZERS[number], folder)))
     words = ["--tasks", "choice", "--task-files", str(tasks)]
     strange = ["evaluate", str(folders[0]), "--tasks", "strange"]
+    from pathlib import Path as _P
+
     *ends, unknown = watched_ends(
         forge, [*(["evaluate", str(f), *words] for f in folders), strange]
     )
+    _P("/tmp/pq/ends.json").write_text(
+        json.dumps(
+            [[e["code"], e["breaches"], e["text"][-1500:]] for e in [*ends, unknown]], indent=1
+        )
+    )
     for end in ends:
-        said = [text for text in end["breaches"] if not text.startswith(OWN) and GIT not in text]
+        said = [text for text in end["breaches"] if not text.startswith(OWN)]
         assert said == [] and end["children"] == [], end
         assert "Traceback" not in end["text"], end
-    assert any("2/2" in end["text"] for end in ends), ends
+    assert any("choice  acc,none" in end["text"] for end in ends), ends
     assert "has no such task" in unknown["text"]

@@ -8,12 +8,16 @@ the cache is written.
 
 from __future__ import annotations
 
+import bz2
 import glob
 import importlib.util
+import lzma
 import re
+import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +29,7 @@ from titanlike.core.config.schema import Config
 from titanlike.core.data.kinds import DataError, Vocabulary, missing_package
 from titanlike.formats import text
 from titanlike.formats.folder_splits import folder_splits, saved_files, split_names
-from titanlike.formats.tables import TABLES, open_table
+from titanlike.formats.tables import TABLES, check_tables, largest
 from titanlike.formats.token_folder import cached_corpus, token_dtype
 from titanlike.formats.token_formats import recognized
 from titanlike.formats.tokenizer import open_tokenizer
@@ -191,12 +195,12 @@ def _opened(data: HFData) -> Any:
             names = split_names(place)
             folders = {"": place} if names is None else {name: place / name for name in names}
             saved = {n: [*map(str, saved_files(folder))] for n, folder in folders.items()}
-            files = _checked(_of_split(saved, data))
+            _check_unpacked(files := _of_split(saved, data))
             rows = datasets.concatenate_datasets([datasets.Dataset.from_file(f) for f in files])
         else:
             kind, splits = _local_splits(place, data.subset)
             _of_split(splits, data)
-            _checked(chain(*splits.values()))
+            _check_unpacked([*chain(*splits.values())])
             datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it connects
             options = {"data_files": {name: [*map(glob.escape, f)] for name, f in splits.items()}}
             options |= {"split": data.split, "streaming": data.streaming}
@@ -211,13 +215,34 @@ def _opened(data: HFData) -> Any:
     return rows.take(min(data.rows, count))
 
 
-def _checked(files: Iterable[str]) -> list[str]:
-    """Return the files. Raises DataError for a table that unfolds to too much."""
-    found = [*files]
-    for file in map(Path, found):
-        if file.suffix.lower() in TABLES:
-            open_table(file)
-    return found
+def _check_unpacked(files: list[str]) -> None:
+    """Raise DataError for a file that unfolds to more than `largest`, as `datasets` reads it: it has
+    no bound of its own."""
+    check_tables([file for file in map(Path, files) if text.kind_of_file(file) in TABLES])
+    for file in (file for file in map(Path, files) if text.kind_of_file(file) not in TABLES):
+        most = largest(file)
+        if any(total > most for total in accumulate(_unpacked(file))):
+            reason = f"unpacks to more than {most >> 20} MiB"
+            raise DataError("data.path", file, reason, "give it unpacked")
+
+
+def _unpacked(file: Path) -> Iterator[int]:
+    """Yield the bytes of a file's parts, if `datasets` unpacks it: by what it begins with, whatever
+    its name is. Raises DataError."""
+    from datasets.utils.extract import Extractor
+
+    form = Extractor.infer_extractor_format(file)
+    opens: Any = {"gzip": text.opened, "zstd": text.opened, "bz2": bz2.open, "xz": lzma.open}.get(
+        form
+    )
+    if form == "tar" and text.kind_of_file(file) == ".tar":
+        with tarfile.open(file) as members:
+            yield from (member.size for member in members)
+    elif opens is not None:
+        with opens(file) as stream:
+            yield from map(len, iter(partial(stream.read, 1 << 20), b""))
+    elif form is not None:
+        raise DataError("data.path", file, f"is {form}, which is not read here", "unpack it")
 
 
 def _local_splits(place: Path, subset: str | None) -> tuple[str, dict[str, list[str]]]:

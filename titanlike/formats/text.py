@@ -31,7 +31,7 @@ from titanlike.core.config.groups.data import ChatData, HFData, MixtureData, Str
 from titanlike.core.config.schema import Config
 from titanlike.core.data.kinds import DataError, Vocabulary, missing_package
 from titanlike.formats.folder_splits import saved_files, split_names
-from titanlike.formats.tables import TABLES, largest, open_table
+from titanlike.formats.tables import TABLES, largest, read_table
 from titanlike.formats.token_folder import cached_corpus, separated_documents, vocabulary_of
 from titanlike.formats.token_formats import check_is_text
 from titanlike.formats.tokenizer import open_tokenizer
@@ -53,7 +53,6 @@ SKIPPED = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
 )
 
-_AT_ONCE = 8  # rows of a table that are in memory as texts
 _REPAIR = "give UTF-8 text that can be read, or remove the file from the folder"
 _NAME_IT = "name the field, or the column, that holds the text"
 _MAX_UNUSED = 4  # model's vocabulary / tokenizer's vocabulary, for data.path=null
@@ -98,9 +97,12 @@ _TRIED = 64  # files whose first record is read before a launch
 
 
 def check_first_records(path: str | None, text_key: str) -> None:
-    """Raise DataError if there is no file, or the first text of a file of records cannot be read."""
-    of_records = [f for f in find_files(path) if kind_of_file(f) in (".jsonl", *TABLES)]
-    for file in of_records[:_TRIED]:
+    """Raise DataError if there is no file, or the first text of a file of records, or of the first
+    table, cannot be read."""
+    files = find_files(path)
+    lines = [file for file in files if kind_of_file(file) == ".jsonl"]
+    tables = [file for file in files if kind_of_file(file) in TABLES]  # a process each
+    for file in (*lines[:_TRIED], *tables[:1]):
         next(documents([file], text_key), None)
 
 
@@ -280,14 +282,8 @@ def rows_of(path: Path, key: str | None = None) -> Iterator[tuple[int, Any]]:
     only column to read, if the table has it."""
     kind = kind_of_file(path)
     if kind in TABLES:
-        names, batches = open_table(path)
-        columns = [one for one in (key, str(key).partition(".")[0]) if one in names][:1]
-        pieces = (
-            batch.slice(start, _AT_ONCE).to_pylist()
-            for batch in batches(columns or names)
-            for start in range(0, len(batch), _AT_ONCE)
-        )
-        yield from enumerate(chain.from_iterable(pieces), 1)
+        batches = (batch.to_pylist() for batch in read_table(path, key))
+        yield from enumerate(chain.from_iterable(batches), 1)
         return
     if kind == ".json" and (rows := _json_rows(_whole(path))):
         yield from enumerate(rows, 1)

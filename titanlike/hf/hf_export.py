@@ -20,7 +20,7 @@ from titanlike.core.checkpoint.format import SavedTensor
 from titanlike.core.checkpoint.integrity import MODEL
 from titanlike.core.checkpoint.reader import SavedModel, ShardReader, dtype_of, saved_model
 from titanlike.core.checkpoint.state_dict import DTYPES, cast_weights
-from titanlike.core.checkpoint.storage import Storage
+from titanlike.core.checkpoint.storage import Moved, Storage
 from titanlike.core.config.files import read_object
 from titanlike.core.config.groups.data import ChatData, HFData, StreamData, TextData
 from titanlike.core.config.imports import TRUST_CODE
@@ -83,11 +83,13 @@ def export(
     *,
     ema: bool = False,
     consent: Consent = Consent(files=True),  # noqa: B008
+    moved: Moved | None = None,
 ) -> None:
     """Write the folder `out`, which appears only when complete.
 
     say: called with lines of progress and a summary; ema: export the averaged weights; consent:
-    permission to open the tokenizer's files. Raises ValueError, DamagedCheckpoint, OSError.
+    permission to open the tokenizer's files; moved: counts what is read of the checkpoint. Raises
+    ValueError, DamagedCheckpoint, OSError.
     """
     begin = time.monotonic()
     if "://" in out:
@@ -95,7 +97,7 @@ def export(
     folder = Path(out).expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; write another name, or remove it first")
-    rows = ShardReader.open("RUN", location, ema=ema)
+    rows = ShardReader.open("RUN", location, ema=ema, moved=moved)
     saved = saved_model(rows.folder, location, consent, builds=False)
     entries = rows.entries(MODEL)
     config, tensors = plan_export(saved, entries, DTYPES[dtype] if dtype else None)

@@ -11,7 +11,7 @@ from torch import nn
 
 from titanlike.core.checkpoint.reader import raise_on_all_ranks
 from titanlike.core.checkpoint.state_dict import sync_tied_copies
-from titanlike.core.checkpoint.storage import MOVED
+from titanlike.core.checkpoint.storage import Moved
 from titanlike.core.config.errors import ConfigError, Problem, Refused, override_text, some_names
 from titanlike.core.config.groups.jobs import Checkpoint
 from titanlike.core.config.imports import quiet_import
@@ -94,9 +94,9 @@ def _stored_shapes(theirs: Counterpart, model: nn.Module) -> dict[str, torch.Siz
 
 @torch.no_grad()
 def start_from_folder(
-    config: Config, stage_states: list[StageState], group: dist.ProcessGroup
+    config: Config, stage_states: list[StageState], group: dist.ProcessGroup, moved: Moved
 ) -> str:
-    """Read each rank's shards; return a summary. Collective. Raises ConfigError."""
+    """Read each rank's shards; return a summary. Collective. moved: counts. Raises ConfigError."""
     with raise_on_all_ranks(group, ConfigError):  # a machine may not see the folder
         if wrong := list(problems(config)):
             raise ConfigError(wrong)
@@ -108,7 +108,7 @@ def start_from_folder(
         for name, parameter in stage.parameters():
             for here, place in pieces(parameter, stage.part(name)):
                 local(parameter)[here].copy_(weights.block(name, shapes[name], place))
-                MOVED.count += 1
+                moved.count += 1
         for name, buffer in stage.stage.named_buffers():
             if name in shapes:
                 buffer.copy_(weights.block(name, buffer.shape, (slice(None),) * buffer.dim()))

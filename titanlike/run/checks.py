@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from titanlike.core.config import credentials, files, validate
 from titanlike.core.config.errors import Problem, Refused
 from titanlike.core.config.groups.watching import MemoryProfile, TensorBoard
 from titanlike.core.config.parse import to_plain
-from titanlike.core.config.schema import Config
+from titanlike.core.config.schema import OPEN_GROUPS, Config
 from titanlike.core.data import registry as data
 from titanlike.core.launch.environment import RestartState
 
@@ -51,9 +52,11 @@ def problems(
         from titanlike.watch.tensorboard_sink import tensorboard_problem
 
         wrong += filter(None, [tensorboard_problem()])
-    if not {problem.key for problem in wrong} & {*_LAYOUT_KEYS}:
-        # imports torch, so after the quick checks
-        from titanlike.core.training.preflight import preflight, too_large
+    known = {problem.key for problem in wrong}
+    # imports torch, so after the quick checks
+    from titanlike.core.training.preflight import preflight, too_large
+
+    if not known & {*_LAYOUT_KEYS}:
 
         def plan(decided: TrainPlan) -> None:
             if wrong:
@@ -74,8 +77,13 @@ def problems(
                 elif warn is not None:
                     warn(text)
 
-        known = {problem.key for problem in wrong}
-        wrong += [problem for problem in preflight(config, plan) if problem.key not in known]
+        found = preflight(config, plan)
+    else:  # the mesh's errors hide none of what the model, loss and optimizer say in one process
+        from titanlike.proof.reference import in_one_process
+
+        alone = preflight(replace(in_one_process(config), batch_size=2, ramp=[]))
+        found = [problem for problem in alone if problem.key.partition(".")[0] in OPEN_GROUPS]
+    wrong += [problem for problem in found if problem.key not in known]
     if not wrong and warn is not None and world_size is not None:  # None: one machine
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if text := validate.placement_warning(config, local_ranks):

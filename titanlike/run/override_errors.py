@@ -21,7 +21,7 @@ from titanlike.core.config.errors import (
     quoted,
     similar,
 )
-from titanlike.core.config.other_frameworks import Context, translate
+from titanlike.core.config.other_frameworks import Context, tools, translate
 from titanlike.core.config.overrides import ADDED, SHORT, from_hydra, in_full, key_of, to_hydra
 from titanlike.core.config.parse import parse
 from titanlike.core.config.schema import OPEN_GROUPS, VARIANTS
@@ -224,14 +224,15 @@ class Advice:
         fix, note = self.translated(key, value)
         last, group = key.rpartition(".")[2].replace("-", "_"), f"{key.partition('.')[0]}."
         inside = [name for name in self.known if name.startswith(group) and "." in key]
+        own = bool(inside) or group[:-1] in tools()
         # a proposal stays in its section: the other's key would change something else
         left = (word for word in fix.split() if "." in key_of(word) and not word.startswith(group))
         held_out = fix.startswith("validation.")  # data.val_path: held-out data have one section
-        if (fix or note) and (held_out or not (inside and any(left))):
+        if (fix or note) and (held_out or not (own and any(left))):
             return fix, note
-        # of a section of this program's, its own keys and those of no section
+        # of a section or tool of this program's, its own keys and those of no section
         names = [*(name for name in self.known if not name.startswith("hydra.")), *SHORT]
-        names = [n for n in names if "." not in n or n in inside] if inside else names
+        names = [n for n in names if "." not in n or n in inside] if own else names
         same = [name for name in names if name.rpartition(".")[2] == last]
         if "." in key:  # the group is misspelt
             same[:0] = similar(key, same)

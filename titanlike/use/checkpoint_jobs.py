@@ -22,7 +22,7 @@ from titanlike.core.checkpoint.discovery import checkpoint_folder, resolve, step
 from titanlike.core.checkpoint.integrity import open_header
 from titanlike.core.checkpoint.reader import add_evaluation, read
 from titanlike.core.checkpoint.state_dict import warm_start
-from titanlike.core.checkpoint.storage import INDEX, Storage
+from titanlike.core.checkpoint.storage import INDEX, Moved, Storage
 from titanlike.core.config.credentials import redact_value
 from titanlike.core.config.errors import ConfigError, Problem, Refused
 from titanlike.core.config.groups.data import HFData, StreamData, TextData, TokenData
@@ -71,17 +71,17 @@ def loaded_run(
     with Watchdog(worker, config.launch, worker.report_failure, abort_groups) as watchdog:
         watchdog.enter_phase(0, "connect", config.launch.timeout)
         with connected(config, worker, watchdog, Console(steps=1).line) as mesh:
-            watch_long_steps(watchdog, data)
+            moved = watch_long_steps(watchdog, data)
             watchdog.enter_phase(0, "build", config.launch.timeout)
             run = build(config, mesh, data)
             watchdog.enter_phase(0, "load", config.checkpoint.timeout)
-            newest = _load_newest(run_config, run)
+            newest = _load_newest(run_config, run, moved)
             watchdog.enter_phase(0, phase, config.launch.timeout)
             yield run, newest
 
 
-def _load_newest(config: Config, run: Run) -> Storage:
-    """Load only the weights of a run's newest checkpoint. With checkpoint.resume=never load
+def _load_newest(config: Config, run: Run, moved: Moved) -> Storage:
+    """Load only the weights of a run's newest checkpoint, counted in `moved`. With checkpoint.resume=never load
     nothing: the weights are those of the transformers folder that the model was built from."""
     folder = getattr(config.model, "args", {}).get("path")
     if config.checkpoint.resume == "never" and config.model.name == "hf" and folder:
@@ -93,7 +93,7 @@ def _load_newest(config: Config, run: Run) -> Storage:
     timeout = timedelta(seconds=config.checkpoint.timeout)
     group = dist.new_group(backend="gloo", timeout=timeout)
     settings = replace(config.checkpoint, start_from=str(newest), rename=[], strict=True)
-    warm_start(settings, run.stage_states, group)
+    warm_start(settings, run.stage_states, group, moved)
     return newest
 
 

@@ -7,13 +7,16 @@ up to a stop string.
 from __future__ import annotations
 
 import os
+import random
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from lm_eval import simple_evaluate
+from lm_eval import evaluate
 from lm_eval.api.model import TemplateLM
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.utils import (
     handle_stop_sequences,
     normalize_gen_kwargs,
@@ -47,9 +50,16 @@ def evaluate_tasks(
     if not folders and os.environ.get("HF_HUB_OFFLINE") != "1":
         say = "the tasks' data come from the Hugging Face hub, which is asked again and again where"
         print(say, "there is no network; HF_HUB_OFFLINE=1 takes its cache alone", file=sys.stderr)
-    results = simple_evaluate(
-        model=model, tasks=tasks, limit=limit, task_manager=manager, bootstrap_iters=1000
-    )
+    # its `simple_evaluate` does the same, and asks git and pip about the working directory: either
+    # runs code that lies there, git by a repository's config
+    random.seed(DEFAULT_RANDOM_SEED)
+    np.random.seed(DEFAULT_OTHER_SEED)
+    torch.manual_seed(DEFAULT_OTHER_SEED)
+    chosen = manager.load(tasks)
+    for task in chosen["tasks"].values():
+        task.set_fewshot_seed(DEFAULT_OTHER_SEED)
+    how = {"limit": limit, "bootstrap_iters": 1000, "fewshot_as_multiturn": True}
+    results = evaluate(lm=model, task_dict=chosen, **how)
     return {
         task: {name.removesuffix(",none"): value for name, value in numbers.items()}
         for task, numbers in results["results"].items()

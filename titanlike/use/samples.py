@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from titanlike.core.config import files
 from titanlike.core.config.errors import ConfigError, Problem
@@ -80,7 +79,8 @@ class Sampler:
         marks = torch.zeros_like(ids)
         marks[range(len(rows)), [len(row) - 1 for row in rows]] = 1
         batch = {"inputs": ids.to(mesh.device), "targets": marks.to(mesh.device)}
-        outputs = self._run.pipeline.outputs(batch, _marked_logits, size=1)
+        marked = lambda output, targets: logits_of(output)[targets == 1]  # noqa: E731
+        outputs = self._run.pipeline.outputs(batch, marked, size=1)
         chosen = torch.zeros(len(texts), dtype=torch.int64)
         if outputs:
             logits = torch.cat(outputs)  # [B, V or part of it]
@@ -91,11 +91,6 @@ class Sampler:
                 chosen = next_tokens(logits, sampling, random)
         chosen = chosen.to(mesh.device)
         return (mesh.sum(chosen) if mesh.world_size > 1 else chosen).tolist()
-
-
-def _marked_logits(output: Any, targets: Tensor) -> Tensor:
-    """Select the logits of tokens whose target is 1: [rows, V]."""
-    return logits_of(output)[targets == 1]
 
 
 def write_samples(

@@ -141,7 +141,7 @@ class TrainingRun:
             self._run.train_mode(False)
             try:
                 device_batch = to_device(checked, self.mesh, self.config)
-                outputs = self._run.pipeline.outputs(device_batch, _output_alone)
+                outputs = self._run.pipeline.outputs(device_batch, lambda output, _: output)
             finally:
                 self._run.train_mode(True)
             outputs = [self._whole(output, checked["inputs"].shape[1:2]) for output in outputs]
@@ -366,10 +366,6 @@ def _concatenated(outputs: Sequence[Any]) -> Any:
         return torch.cat([*same]) if batched else same[0]
 
     return rebuild([joined(same) for same in zip(*leaves, strict=True)])
-
-
-def _output_alone(output: Any, targets: Tensor) -> Any:
-    return output
 
 
 def _on(outputs: Sequence[Any], device: torch.device) -> list[Any]:

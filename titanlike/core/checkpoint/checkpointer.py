@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from titanlike.core.checkpoint import discovery
 from titanlike.core.checkpoint.discovery import Progress
-from titanlike.core.checkpoint.storage import Storage
+from titanlike.core.checkpoint.storage import Moved, Storage
 from titanlike.core.config.credentials import redact_value
 from titanlike.core.config.parse import to_plain
 from titanlike.core.config.schema import MESH_AXES, Config
@@ -44,11 +44,13 @@ class Checkpointer:
         data: Data,
         events: Events,
         dp_rank: int = 0,
+        moved: Moved | None = None,
     ) -> None:
+        """moved: counts what is read and written of checkpoints."""
         self._dp_rank = dp_rank
         self._stage_states, self._config, self._data = stage_states, config, data
         self._settings, self._events = config.checkpoint, events
-        self._folder = discovery.checkpoint_folder(config)
+        self.folder = discovery.checkpoint_folder(config, moved)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         # objects, which nccl would copy through GPU memory; and a background save needs a group
         timeout = timedelta(seconds=self._settings.timeout)
@@ -70,7 +72,7 @@ class Checkpointer:
 
             self._made_writer = CheckpointWriter(
                 self._settings,
-                self._folder,
+                self.folder,
                 group=self._group,
                 events=self._events,
                 stage_states=self._stage_states,
@@ -99,7 +101,7 @@ class Checkpointer:
 
     def folder_of(self, step: int) -> Storage:
         """Return the folder of a step's checkpoint, existing or not."""
-        return self._folder.at(discovery.step_name(step))
+        return self.folder.at(discovery.step_name(step))
 
     # --- loading -----------------------------------------------------------------------------
 
@@ -114,7 +116,7 @@ class Checkpointer:
             self._data,
             self._fingerprint,
             self._plain_config,
-            self._folder,
+            self.folder,
             self._events,
             self._group,
             lambda: self._writer,
@@ -128,7 +130,7 @@ class Checkpointer:
         another model, or if every one is damaged.
         """
         named = self._settings.resume not in ("auto", "never") or bool(self._settings.start_from)
-        there = [named or (self._rank == 0 and bool(discovery.all_steps(self._folder)))]
+        there = [named or (self._rank == 0 and bool(discovery.all_steps(self.folder)))]
         dist.broadcast_object_list(there, src=0, group=self._group)
         return self.loader.resume() if there[0] else Progress()
 
@@ -187,7 +189,7 @@ class Checkpointer:
             return
         self._writer.wait()
         if done and self._settings.model_only != "none":
-            folder = self._folder.at(f"model-{progress.step:08d}")
+            folder = self.folder.at(f"model-{progress.step:08d}")
             begin, state = time.perf_counter(), self._state(progress, None)
             self._writer.start(folder, state, "sync", begin, model_only=True)
         if self._writer.failures:

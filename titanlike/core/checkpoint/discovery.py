@@ -17,6 +17,7 @@ from titanlike.core.checkpoint.storage import (
     MARKER,
     STATE,
     DamagedCheckpoint,
+    Moved,
     Storage,
     UnreadableFile,
 )
@@ -49,9 +50,9 @@ class Selection:
     marked: list[Storage] = field(default_factory=list)  # marked as damaged by an earlier launch
 
 
-def checkpoint_folder(config: Config) -> Storage:
-    """Return the folder of a run's checkpoints."""
-    return Storage(config.checkpoint.folder or Path(config.run_dir) / "checkpoints")
+def checkpoint_folder(config: Config, moved: Moved | None = None) -> Storage:
+    """Return the folder of a run's checkpoints. moved: see `Storage`."""
+    return Storage(config.checkpoint.folder or Path(config.run_dir) / "checkpoints", moved)
 
 
 def step_name(step: int) -> str:
@@ -116,12 +117,12 @@ def unreadable(path: Storage, reason: str) -> UnreadableFile:
     return UnreadableFile(text)
 
 
-def resolve(key: str, location: str) -> Storage:
+def resolve(key: str, location: str, moved: Moved | None = None) -> Storage:
     """Return the committed checkpoint at `location`, or the newest one of the run there.
 
-    Raises Refused if there is none.
+    moved: see `Storage`. Raises Refused if there is none.
     """
-    path = Storage(location)
+    path = Storage(location, moved)
     if path.exists(MARKER):
         return path
     for folder in (path.at("checkpoints"), path):
@@ -150,14 +151,16 @@ def leads_out(path: Storage, folder: Storage) -> str:
 # --- what a run resumes from ---------------------------------------------------------------------
 
 
-def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
+def select_resume(
+    config: Config, rejected: Collection[str] = (), moved: Moved | None = None
+) -> Selection:
     """Return the checkpoint that `checkpoint.resume` means, checking only the sizes of its files.
 
-    rejected: locations whose checksums were wrong. Raises Refused if every checkpoint is damaged,
+    rejected: locations whose checksums were wrong; moved: see `Storage`. Raises Refused if every checkpoint is damaged,
     or if run_dir has newer ones than the given one: the next launch would resume from those, and
     metrics.jsonl would mix two runs.
     """
-    resume, folder = config.checkpoint.resume, checkpoint_folder(config)
+    resume, folder = config.checkpoint.resume, checkpoint_folder(config, moved)
     if resume == "auto":
         selection = newest_complete(folder, rejected)
         here, named = Path(config.run_dir).absolute(), config.checkpoint.folder
@@ -186,7 +189,7 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
             fix = "checkpoint.resume=/path/of/another/checkpoint"
             raise Refused("checkpoint.resume", "auto", reason, fix)
         return selection
-    chosen = None if resume == "never" else resolve("checkpoint.resume", resume)
+    chosen = None if resume == "never" else resolve("checkpoint.resume", resume, moved)
     if chosen is not None and not STEP_NAME.fullmatch(chosen.name):
         reason = "a run resumes only from a step-XXXXXXXX folder"
         fix = f"checkpoint.start_from={resume} to start a new run from its weights"

@@ -193,9 +193,8 @@ class Index:
         found = {name: list[Piece]() for name in (self.tensors if names is None else names)}
         files = set[str]()
         for line in self.text.splitlines():
-            for file, entries in parse_object(
-                b"{" + line.strip().removesuffix(b",") + b"}"
-            ).items():
+            one = parse_object(b"{" + line.strip().removesuffix(b",") + b"}")
+            for file, entries in one.items():
                 if file in files:
                     raise ValueError(f"has the pieces of {file:.80} twice")
                 files.add(file)

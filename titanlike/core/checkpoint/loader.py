@@ -56,7 +56,7 @@ class CheckpointLoader:
         """See `Checkpointer.resume`."""
 
         def select(rejected: set[str]) -> Selection:
-            selection = discovery.select_resume(self.config, rejected)
+            selection = discovery.select_resume(self.config, rejected, self.folder.moved)
             for path in (path for path in selection.marked if str(path) not in rejected):
                 text = f"{path} is marked as damaged, and an older one is taken; "
                 text += integrity.how_to_unmark(path)
@@ -74,7 +74,7 @@ class CheckpointLoader:
 
     def load(self, location: str) -> Progress:
         """Load the checkpoint at a location, or its run's newest. Raises as `resume`."""
-        select = lambda _: Selection(discovery.resolve("path", location))  # noqa: E731
+        select = lambda _: Selection(discovery.resolve("path", location, self.folder.moved))  # noqa: E731
         progress = self._load_first_intact(select)
         assert progress is not None, "one was selected"
         return progress
@@ -90,11 +90,12 @@ class CheckpointLoader:
         from titanlike.hf import warm_start_hf
 
         settings = replace(self.config.checkpoint, start_from=location)
+        ranks = self.stage_states, self.group, self.folder.moved
         if location.startswith(warm_start_hf.PREFIX):
             config = replace(self.config, checkpoint=settings)
-            text = warm_start_hf.start_from_folder(config, self.stage_states, self.group)
+            text = warm_start_hf.start_from_folder(config, *ranks)
         else:
-            text = state_dict.warm_start(settings, self.stage_states, self.group)
+            text = state_dict.warm_start(settings, *ranks)
         self.events.log("warm_start", 0, text)
 
     def _delete_leftovers(self) -> None:
@@ -132,7 +133,7 @@ class CheckpointLoader:
             dist.broadcast_object_list(selected, src=0, group=self.group)
             if not selected[0]:
                 return None
-            path = Storage(selected[0])
+            path = Storage(selected[0], self.folder.moved)
             try:
                 return self._load(read_header_on_all_ranks(path, self.group, key="run_dir"))
             except DamagedCheckpoint as error:  # on all ranks

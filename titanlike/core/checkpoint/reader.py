@@ -35,6 +35,7 @@ from titanlike.core.checkpoint.storage import (
     INDEX,
     MARKER,
     DamagedCheckpoint,
+    Moved,
     ReadInto,
     Storage,
     UnreadableFile,
@@ -233,10 +234,12 @@ class ShardReader:
         self._pieces = header.pieces()
 
     @classmethod
-    def open(cls, key: str, location: str, *, ema: bool = False) -> ShardReader:
-        """Open a checkpoint, or a run's newest one. ema: the averages replace the weights. Raises
-        ValueError, naming `key`, if there is none; DamagedCheckpoint."""
-        header = open_header(resolve(key, location))
+    def open(
+        cls, key: str, location: str, *, ema: bool = False, moved: Moved | None = None
+    ) -> ShardReader:
+        """Open a checkpoint, or a run's newest one. ema: the averages replace the weights; moved:
+        see `Storage`. Raises ValueError, naming `key`, if there is none; DamagedCheckpoint."""
+        header = open_header(resolve(key, location, moved))
         if not ema:
             return cls(header)
         averages = {

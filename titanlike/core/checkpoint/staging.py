@@ -29,7 +29,7 @@ from titanlike.core.checkpoint.format import (
     checksum,
     header_of,
 )
-from titanlike.core.checkpoint.storage import MOVED, Storage
+from titanlike.core.checkpoint.storage import Storage
 from titanlike.core.config.files import sync_to_disk
 from titanlike.core.device.accelerator import pin, set_device, unpin
 from titanlike.core.torch_private.accelerator import started
@@ -199,7 +199,7 @@ def _write_file(
                 data = values[part.begin : part.begin + part.bytes]
                 sums += xxhash.xxh3_64_hexdigest(data)
                 raw.write(data)
-                MOVED.count += 1
+                folder.moved.count += 1
             entries.append((saved.name, begin, piece.offsets, piece.sizes, sums))
             if not any(piece.offsets):  # one rank has the first piece of a tensor
                 tensors[saved.name] = [WORDS[saved.dtype], saved.shape]

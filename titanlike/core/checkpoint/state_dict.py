@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from titanlike.core.checkpoint.discovery import resolve
 from titanlike.core.checkpoint.integrity import MODEL, OPTIMIZER, RNG, CheckpointHeader
 from titanlike.core.checkpoint.reader import read, read_header_on_all_ranks
-from titanlike.core.checkpoint.storage import Storage
+from titanlike.core.checkpoint.storage import Moved, Storage
 from titanlike.core.config.errors import Refused, some_names
 from titanlike.core.config.groups.jobs import Checkpoint
 from titanlike.core.device.accelerator import rng_states, set_rng_state
@@ -248,23 +248,23 @@ def _optimizer_state(stage: StageState, optimizers: list[torch.optim.Optimizer])
     return dcp_state_dict.get_optimizer_state_dict(stage.stage, optimizers, options=_FLAT)
 
 
-# --- starting from the weights of another run
-# ------------------------------------------------------
+# --- starting from the weights of another run -----------------------------------------------------
 
 
 def warm_start(
-    settings: Checkpoint, stage_states: list[StageState], group: dist.ProcessGroup
+    settings: Checkpoint, stage_states: list[StageState], group: dist.ProcessGroup, moved: Moved
 ) -> str:
-    """Load parameters by name from `checkpoint.start_from`; return a summary. Collective.
+    """Load parameters by name from `checkpoint.start_from`, counting in `moved` what is read;
+    return a summary. Collective.
 
     With `strict`, the checkpoint and the model must have the same names after `rename`; otherwise
     missing parameters keep their initial values. A different shape is always an error, and so is a
     checkpoint without any of the parameters. Raises ValueError.
     """
     assert settings.start_from is not None
-    location = [str(resolve("checkpoint.start_from", settings.start_from))]
+    location = [str(resolve("checkpoint.start_from", settings.start_from, moved))]
     dist.broadcast_object_list(location, src=0, group=group)
-    folder = Storage(location[0])
+    folder = Storage(location[0], moved)
     header = read_header_on_all_ranks(folder, group, "checkpoint.start_from")
     entries = model_tensors(stage_states, copies=True)
     tensors = {entry.removeprefix(MODEL): tensor for entry, tensor in entries.items()}

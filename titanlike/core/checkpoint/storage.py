@@ -46,13 +46,10 @@ ReadInto = Callable[[int, Any], int]  # (offset in a file, buffer) -> bytes read
 
 
 class Moved:
-    """Counts what this process reads of checkpoints' files and writes to them, a part of a file at
-    a time: progress, however long it takes."""
+    """Counts what is read of checkpoints' files and written to them, a part of a file at a time:
+    progress, however long it takes."""
 
     count = 0
-
-
-MOVED = Moved()
 
 
 class UnreadableFile(OSError):
@@ -93,9 +90,10 @@ class Storage:
     and finally raise UnreadableFile.
     """
 
-    def __init__(self, location: str | Path) -> None:
-        """Raises ValueError for an unknown protocol, ImportError naming a missing package."""
-        text = str(location)
+    def __init__(self, location: str | Path, moved: Moved | None = None) -> None:
+        """moved: counts parts of its files and of folders below it; None = one of its own. Raises
+        ValueError for an unknown protocol, ImportError naming a missing package."""
+        text, self.moved = str(location), moved or Moved()
         if "://" not in text:
             text = str(Path(text).expanduser().absolute())
             self._fs, self._root = LocalFileSystem(), text
@@ -119,7 +117,7 @@ class Storage:
 
     @property
     def parent(self) -> Storage:
-        return Storage(self._location.rpartition("/")[0])
+        return Storage(self._location.rpartition("/")[0], self.moved)
 
     @property
     def is_link(self) -> bool:
@@ -128,7 +126,7 @@ class Storage:
 
     def at(self, name: str) -> Storage:
         """Return a subfolder."""
-        return Storage(f"{self._location}/{name}")
+        return Storage(f"{self._location}/{name}", self.moved)
 
     def names(self) -> list[str]:
         """Return the sorted names of files and folders in it; [] if it does not exist."""
@@ -198,7 +196,7 @@ class Storage:
             with self._open(name) as file:
                 while part := file.read(_PART):
                     data += part
-                    MOVED.count += 1
+                    self.moved.count += 1
                     if len(data) > most:
                         raise NotSmallText(f"has more than {most:,} bytes")
                     if b"\0" in part:
@@ -226,7 +224,7 @@ class Storage:
                     raise
 
             size = self._retry(name, attempt)
-            MOVED.count += 1
+            self.moved.count += 1
             return size
 
         try:

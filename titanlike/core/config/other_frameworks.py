@@ -36,15 +36,22 @@ def translate(key: str, value: str, context: Context) -> tuple[list[str], str] |
     table, parts = _table(), _normalized(key).split(".")
     if parts[-1] in ("enable", "enabled"):  # fp16.enabled, callbacks.wandb.enabled
         parts.pop()
-    names = _normalized(key), *(".".join(parts[start:]) for start in range(len(parts)))
-    entry = next((table[name] for name in names if name in table), None)
-    if entry is None:
+    entry = table.get(_normalized(key), {})
+    names = (".".join(parts[start:]) for start in range(len(parts)))
+    # one section's key is no option of a tool
+    entry = entry or next((e for e in map(table.get, names) if e and "tool" not in e), {})
+    if not entry:
         return None
     write: str | Mapping[str, str] = entry.get("write", "")
     if not isinstance(write, str):
         write = write.get(_normalized(value), write.get("*", ""))
     words = [_fill(word, value, context) for word in write.split()]
     return [word for word in words if word], entry.get("note", "")
+
+
+def tools() -> set[str]:
+    """Return titanlike's tools that have options of their own."""
+    return {entry["tool"] for entry in _table().values() if "tool" in entry}
 
 
 def other_names(key: str) -> list[str]:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ from titanlike.core.device.accelerator import is_accelerator
 from titanlike.core.distributed.mesh import Mesh
 from titanlike.core.distributed.placement import experts_of
 from titanlike.core.graph.recording import tree_map
+from titanlike.core.torch_private.autograd import shaped
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
@@ -74,7 +76,8 @@ def shard_stage(
     if config.fsdp.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device))
     for module in (stage, *(stage.get_submodule(name) for group in groups for name in group)):
-        module.register_forward_hook(_not_a_view)  # before FSDP's own
+        fresh = type(module) is nn.Linear and not module._forward_hooks
+        module.register_forward_hook(partial(_not_a_view, fresh))  # before FSDP's own
     units: list[list[Any]] = [[] for _ in groups]  # FSDP units nested in each group: experts
     if mesh.expert_axes is not None:  # before the blocks that they are in
         of_experts = options | {"mesh": mesh.expert_axes}
@@ -103,15 +106,18 @@ def shard_stage(
             module.set_force_sum_reduction_for_comms(True)  # gloo and others know no PreMulSum
 
 
-def _not_a_view(module: nn.Module, args: Any, output: Any) -> Any:
+def _not_a_view(fresh: bool, module: nn.Module, args: Any, output: Any) -> Any:
     """Copy results that are views and have a gradient: FSDP's hooks on a view are lost if it is
-    changed in place, which an expanded one cannot be."""
+    changed in place, which an expanded one cannot be. fresh: the module's forward makes what they
+    are views of and keeps nothing of it, as a linear layer with a bias: they are not copied."""
 
-    def copied(x: Any) -> Any:
+    def replaced(x: Any) -> Any:
         is_view = isinstance(x, Tensor) and x.requires_grad and x._base is not None
-        return x.clone() if is_view and 0 not in x.stride() else x
+        if not is_view or 0 in x.stride():
+            return x
+        return shaped(x, x.shape) if fresh and "forward" not in vars(module) else x.clone()
 
-    return tree_map(output, copied)
+    return tree_map(output, replaced)
 
 
 # --- what stays on a rank ------------------------------------------------------------------------

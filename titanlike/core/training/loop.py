@@ -16,7 +16,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from titanlike.core.checkpoint.discovery import checkpoint_folder
 from titanlike.core.config.schema import Config
 from titanlike.core.data.kinds import option
 from titanlike.core.data.loader import batches
@@ -95,13 +94,13 @@ def _export(session: Session) -> None:
     kind = "step" if config.checkpoint.model_only == "none" else "model"
     out = session.worker.run_dir / f"hf-{step:08d}"
     if not out.exists():  # exported before, if this launch had no steps left
-        source = checkpoint_folder(config).at(f"{kind}-{step:08d}")
+        source = session.checkpointer.folder.at(f"{kind}-{step:08d}")
 
         def say(line: str) -> None:  # every few seconds, unless it stands still
             session.watchdog.start_action("")
             session.console.line(line)
 
-        export(str(source), str(out), say=say)
+        export(str(source), str(out), say=say, moved=source.moved)
 
 
 MOST_ROLLBACKS = 3  # to one checkpoint; after that, skipping batches does not help

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.core.checkpoint.checkpointer import Checkpointer
 from titanlike.core.checkpoint.discovery import Progress
-from titanlike.core.checkpoint.storage import MOVED
+from titanlike.core.checkpoint.storage import Moved
 from titanlike.core.config.errors import ConfigError
 from titanlike.core.config.groups.data import ChatData
 from titanlike.core.config.groups.watching import MemoryProfile, TensorBoard, Wandb
@@ -169,11 +169,14 @@ def connected(
         close_mesh()
 
 
-def watch_long_steps(watchdog: Watchdog, data: Data) -> None:
-    """Let what is done step by step on purpose, and takes long, be progress."""
-    watchdog.watch_steps(lambda: MOVED.count, MOVING)
+def watch_long_steps(watchdog: Watchdog, data: Data) -> Moved:
+    """Let what is done step by step on purpose, and takes long, be progress. Returns what counts
+    the parts of checkpoints' files."""
+    moved = Moved()
+    watchdog.watch_steps(lambda: moved.count, MOVING)
     if isinstance(data.train, Stream):
         watchdog.watch_steps(data.train.samples_read, READING)
+    return moved
 
 
 @contextmanager
@@ -185,7 +188,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
     """
     watchdog.enter_phase(0, "start", 0)  # one process may tokenize for hours
     data = open_data_on_every_rank(config, worker)
-    watch_long_steps(watchdog, data)
+    moved = watch_long_steps(watchdog, data)
     device, _ = choose_device(config, worker.local_rank, worker.local_world_size)
     worker.resources.enter_context(near_device(device))
     watchdog.enter_phase(0, "connect", config.launch.timeout)
@@ -208,7 +211,8 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
             events.log("unlike", 0, unlike)
         say = console.line if worker.rank == 0 else lambda _: None
         run = build(config, mesh, data, say)
-        checkpointer = Checkpointer(run.stage_states, config, data, events, run.mesh.dp_rank)
+        rank = run.mesh.dp_rank
+        checkpointer = Checkpointer(run.stage_states, config, data, events, rank, moved)
         run.phases.observers.append(watchdog)
         stragglers = None
         if mesh.world_size > 1:
