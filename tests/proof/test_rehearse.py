@@ -95,6 +95,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_alarm_and_each_rank_asks_what_real_ranks_do(name: str, tmp_path: Path) -> None:
     config = shortened(LAYOUTS[name], str(tmp_path / "run"))
@@ -124,6 +125,7 @@ def test_ranks_that_agree_cannot_hang() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 def test_a_rank_asks_the_same_as_the_one_that_is_run_for_it() -> None:
     config = tiny(2, 4, tp=2, **SMALL | {"layers": 2, "batch_size": 8})
     every = rehearse(config, every_rank=True, scenarios=SCENARIOS[:1])

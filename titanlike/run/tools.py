@@ -196,6 +196,8 @@ def rehearse(argv: list[str]) -> int:
         problems = validate.problems(config)
     if problems or config is None:
         return print_problems([problem.hiding(checked.environment) for problem in problems])
+    if args.check:
+        return 0
     from titanlike.proof.rehearse import as_data, as_text, rehearse
 
     try:
