@@ -244,7 +244,7 @@ def test_a_failing_schedule_function_is_refused_by_name(mine) -> None:
 def test_planning_a_pipeline_needs_no_torch() -> None:
     program = (
         "import sys\n"
-        "from titanlike.core.config.schema import LoopedSchedule\n"
+        "from titanlike.core.config.groups.pipeline import LoopedSchedule\n"
         "from titanlike.core.pipeline import from_config, order, schedules\n"
         "from titanlike.core.graph import partition\n"
         "s = LoopedSchedule()\n"

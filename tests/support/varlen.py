@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.attention import flex_attention, varlen
 
 from titanlike.core.models import document_attention, documents
-from titanlike.hf import hf
 
 
 def varlen_attn(
@@ -53,7 +52,6 @@ def as_on_a_gpu(*, kernel: bool = True) -> Iterator[None]:
     well."""
     with (
         mock.patch.object(documents, "takes_documents", lambda ids: True),
-        mock.patch.object(hf, "takes_documents", lambda ids: True),
         mock.patch.object(document_attention, "takes_offsets", lambda q, v: kernel),
         mock.patch.object(document_attention, "takes_blocks", lambda q, v: True),
         mock.patch.object(varlen, "varlen_attn", varlen_attn),

@@ -13,7 +13,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
-from titanlike.core.data.kinds import DataError, missing_package
+from titanlike.core.data.kinds import missing_package
 from titanlike.core.launch.environment import python
 
 TABLES = (".parquet", ".arrow", ".feather", ".orc")  # suffixes
@@ -31,7 +31,8 @@ def largest(path: Path) -> int:
 
 def read_table(path: Path, key: str | None = None) -> Iterator[Any]:
     """Yield the record batches of a Parquet, Arrow or ORC file. key: the only column to read, if the
-    table has it. Raises DataError for a file that cannot be read, or unfolds to more than `largest`."""
+    table has it. Raises OSError for a file that cannot be read, or unfolds to more than `largest`;
+    DataError without pyarrow."""
     try:
         import pyarrow  # noqa: F401
 
@@ -44,14 +45,14 @@ def read_table(path: Path, key: str | None = None) -> Iterator[Any]:
 
 
 def check_tables(paths: Sequence[Path]) -> None:
-    """Raise DataError if a table cannot be read by a library that reads its parts at once."""
+    """Raise OSError if a table cannot be read by a library that reads its parts at once."""
     for _ in _first_read(paths, 0, None) if paths else ():
         pass
 
 
 def _first_read(paths: Sequence[Path], rows: int, key: str | None) -> Iterator[None]:
     """Yield after each part of the files that a process of its own could read. rows: in its memory
-    at once, 0 = a whole part. Raises DataError."""
+    at once, 0 = a whole part. Raises OSError."""
     files = [(str(path), largest(path)) for path in paths]
     job = json.dumps({"rows": rows, "key": key, "files": files}).encode()
     program = [*python(), str(_PROGRAM)]
@@ -67,10 +68,8 @@ def _first_read(paths: Sequence[Path], rows: int, key: str | None) -> Iterator[N
                 while (said := child.stdout.read(1)) == b".":
                     yield
                 if said != b"/":
-                    more = f"it is damaged, or unpacks to more than {largest(path) >> 20} MiB"
-                    why = (said + child.stdout.read()).decode() or more
-                    kind = path.suffix[1:].capitalize()
-                    reason = f"is not a {kind} file that can be read ({why})"
-                    raise DataError("data.path", path, reason, f"give a complete {kind} file")
+                    why = (said + child.stdout.read()).decode()
+                    most = f"is damaged, or unpacks to more than {largest(path) >> 20} MiB"
+                    raise OSError(f"{path.name}: {why}" if why else f"{path.name} {most}")
         finally:
             child.kill()
