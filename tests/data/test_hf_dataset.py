@@ -107,7 +107,9 @@ def test_an_unreadable_dataset_is_refused_with_a_fix(
             open_data(config(path, cache))
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 and no more")
-    with pytest.raises(DataError, match="cannot read it .OSError: broken.parquet: Parquet magic bytes"):
+    with pytest.raises(
+        DataError, match="cannot read it .OSError: broken.parquet: Parquet magic bytes"
+    ):
         open_data(config(broken, cache))
 
     def problem(path: str, **more: Any) -> tuple[str, str]:
