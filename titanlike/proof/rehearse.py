@@ -169,7 +169,8 @@ def as_text(result: Rehearsal, width: int) -> list[str]:
         return [f"cannot say: {result.failed}"]
     if result.found is None:
         calls = f"{result.collectives} collectives and {result.messages} messages a step agree"
-        scenarios = f"{', '.join(result.ran[:-1])} and {result.ran[-1]}"
+        *others, last = result.ran
+        scenarios = f"{', '.join(others)} and {last}" if others else last
         return [
             f"cannot hang: {calls}",
             f"  ranks      {ranks} ({' x '.join(map(str, classes.sizes.values()))})",

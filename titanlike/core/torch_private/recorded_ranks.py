@@ -118,7 +118,7 @@ class Recorder:
         self.step = 0
         self.reduction = ""  # of the call in progress: an operator's is opaque
         self.unknown = 1.0  # floating-point numbers that are made up
-        self._axes_of, self._every = axes_of, axes_of(range(world_size))
+        self._axes_of, self.every = axes_of, axes_of(range(world_size))
         self._flipped, self._other, self._before = flipped, other, before
         self._names: dict[str, str] = {}  # of groups
         self._made: Counter[str] = Counter()  # groups by axes
@@ -191,7 +191,7 @@ class Recorder:
 
     def differs(self, tensor: Tensor) -> frozenset[str]:
         """The axes along which values may differ that are not known beforehand."""
-        default = self._every if isinstance(tensor, FakeTensor) else frozenset()
+        default = self.every if isinstance(tensor, FakeTensor) else frozenset()
         return self._differs.get(tensor.untyped_storage()._cdata, default)
 
     def set_differs(self, tensor: Tensor, axes: frozenset[str]) -> None:
@@ -299,11 +299,12 @@ class _Operators(TorchDispatchMode):
                 if any(t.numel() > (_SMALL if t.is_floating_point() else _REAL) for t in made):
                     return result
             return self._really(function, tensors, args, kwargs)
+        given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
         written = [
             leaf
-            for argument, given in zip(schema.arguments, args, strict=False)
+            for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
-            for leaf in tree_leaves(given)
+            for leaf in tree_leaves(given.get(argument.name, ()))
         ]
         try:
             if not all(isinstance(leaf, FakeTensor) for leaf in written):
@@ -336,6 +337,8 @@ class _Operators(TorchDispatchMode):
     def _really(self, function: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         recorder = self.recorder
         result = function(*args, **kwargs)
+        if "empty" in function._opname and isinstance(result, Tensor):
+            result.zero_()  # the same in each rehearsal
         if any(map(recorder.is_made_up, tensors)):
             axes = frozenset().union(*map(recorder.differs, tensors))
             written = tensors[:1] if function._schema.is_mutable else []
@@ -362,9 +365,13 @@ class _Operators(TorchDispatchMode):
             result = function(even, even.clone(), args[2], [], [], *args[5:], **kwargs)
             tensors[0].zero_()
         elif any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
+            given = tree_map_only(Tensor, self._as_fake, (args, kwargs))
             with self.fake:
-                result = function(*args, **kwargs)
+                result = function(*given[0], **given[1])
+            for made in tree_leaves(args[0]) if operation != "send" else ():
+                if not isinstance(made, FakeTensor):  # of values that nobody knows
+                    made.fill_(recorder.unknown if made.is_floating_point() else 0)
+                    recorder.set_differs(made, recorder.every)
         else:
             result = function(*args, **kwargs)
             _fill(operation, recorder.reduction, tensors, group)
@@ -415,6 +422,10 @@ def _fill(operation: str, reduction: str, tensors: list[Tensor], group: dist.Pro
     if operation == "all_reduce" and reduction == "sum":
         for tensor in tensors:
             tensor.masked_fill_(tensor == 0, 1)
+    elif operation == "all_gather":
+        for tensor in tensors[:-1]:
+            if tensor.shape == tensors[-1].shape:  # of a list
+                tensor.copy_(tensors[-1])
     elif operation == "reduce_scatter":
         rows = result.numel()
         result.view(-1).copy_(given[0].reshape(-1)[rank * rows : (rank + 1) * rows])
