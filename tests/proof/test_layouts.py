@@ -126,7 +126,7 @@ def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
         steps += 1
         targets = batch["targets"].clone()
         if fault == "microbatch":
-            targets[: len(targets) // self._planned.microbatches] = IGNORE
+            targets[: len(targets) // self._planned.order.microbatches] = IGNORE
         elif fault == "dp rank" and self._mesh.dp_rank == 1:
             targets[:] = IGNORE
         batch = batch | {"targets": targets}
