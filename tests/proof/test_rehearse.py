@@ -22,8 +22,9 @@ from titanlike.core.config.groups.computation import (
 )
 from titanlike.core.config.groups.jobs import Checkpoint, Validation
 from titanlike.core.config.schema import Config
+from titanlike.core.distributed.mesh import axis_sizes
 from titanlike.proof.agreement import Classes
-from titanlike.proof.rehearsal import mesh_sizes, shortened
+from titanlike.proof.rehearsal import shortened
 from titanlike.proof.rehearse import SCENARIOS, Rehearsal, as_data, as_text, rehearse
 
 SMALL: dict[str, Any] = {
@@ -130,7 +131,7 @@ def test_a_rank_asks_the_same_as_the_one_that_is_run_for_it() -> None:
     config = tiny(2, 4, tp=2, **SMALL | {"layers": 2, "batch_size": 8})
     every = rehearse(config, every_rank=True, scenarios=SCENARIOS[:1])
     assert every.exit_code == 0 and len(every.programs) == 16
-    few = Classes(mesh_sizes(config), most=1)
+    few = Classes(axis_sizes(config), most=1)
     assert len(few.ranks) == 4
     for program in every.programs:
         twin = every.programs[few.of(program.rank)]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from support.runs import train_one
 from titanlike.core.config.schema import Config
-from titanlike.core.distributed.mesh import Mesh
+from titanlike.core.distributed.mesh import Mesh, axes_along
 from titanlike.core.launch.worker import Worker
 from titanlike.core.torch_private.recorded_ranks import (
     _OBJECTS,
@@ -29,7 +29,6 @@ from titanlike.core.torch_private.recorded_ranks import (
     operation_of,
 )
 from titanlike.core.training import session
-from titanlike.proof.rehearsal import axes_of
 
 Asked = tuple[str, tuple[int, ...], Any, str, int]
 
@@ -54,7 +53,7 @@ def asked(calls: list[Call]) -> list[Asked]:
 
 def calls_of_ranks(config: Config, worker: Worker) -> list[Asked]:
     """Train, and return what this rank asked from its mesh on."""
-    recorder = Recorder(worker.rank, worker.world_size, partial(axes_of, config), {})
+    recorder = Recorder(worker.rank, worker.world_size, partial(axes_along, config), {})
     opened, quiet = session.open_mesh, [0]
     with ExitStack() as stack:
 

@@ -6,11 +6,13 @@ prints them, and that four of five lie within.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from titanlike.core.config.groups.hardware import Hardware
 from titanlike.core.config.schema import Config
 
+_TENTH = 1.2816  # standard deviations from a normal distribution's mean to its outer tenths
 # the devices of these rows
 _MEASURED = ("h100_sxm", "h200", "b200", "gb200")
 
@@ -21,6 +23,11 @@ class Spread(NamedTuple):
     rows: int
     low: float
     high: float
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the logarithm, if it is normal."""
+        return math.log(self.high / self.low) / (2 * _TENTH)
 
 
 SPREADS: dict[str, Spread] = {

@@ -24,12 +24,12 @@ from titanlike.core.config.keys import Seconds, key
 from titanlike.core.metrics import units
 from titanlike.planning.estimate import Estimate
 from titanlike.planning.estimate_text import mesh_text, table
+from titanlike.planning.uncertainty import SPREADS
 
 DAY = 86400.0
 # Llama 3 405B: 419 unexpected interruptions of 16,384 GPUs in 54 days (arXiv 2407.21783, 3.3.4)
 GPU_MTBF = 54 * DAY * 16_384 / 419
 _GPU_STORAGE = 2e12 / 16_384  # bytes/s a device, sustained for Llama 3 (the same, 3.3.1)
-_STEP_ERROR = 0.05  # standard deviation of a planned step, relative to it
 _RUNS = 2000  # that are simulated
 _MOST_FAILURES = 10_000  # a run with more is not simulated
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
@@ -142,6 +142,8 @@ def plan_run(estimate: Estimate, terms: RunTerms) -> dict[str, Any]:
         steps = replace(config, max_tokens=round(terms.tokens), steps=2**40).last_step
     if config.validation.every:  # a forward is about a third of a step
         step += step / 3 * config.validation.batches / config.validation.every
+    # a kind that no published run is of is as uncertain as the one that varies most
+    spread = estimate.spread or max(SPREADS.values(), key=lambda each: each.deviation)
     times = RunTimes(
         steps=steps,
         step=step,
@@ -150,7 +152,7 @@ def plan_run(estimate: Estimate, terms: RunTerms) -> dict[str, Any]:
         start=terms.start + copied + config.replicate * saved / storage,
         down=terms.down,
         mtbf=terms.mtbf or GPU_MTBF / config.world_size,
-        error=_STEP_ERROR if terms.step is None else 0.0,
+        error=spread.deviation if terms.step is None else 0.0,
     )
     interval = times.best_interval
     runs = simulate_runs(times, interval)

@@ -58,12 +58,11 @@ class Classes:
 
     def members(self, call: Call, rank: int) -> tuple[int, ...]:
         """The ranks that were run and must come to a call of `rank` together."""
-        if self.complete or call.group == "store":
-            return tuple(self.ranks) if call.group == "store" else call.ranks
-        axes = call.group.partition(" ")[0].split("x")
-        if axes == ["pp"]:
+        if self.complete:
+            return call.ranks
+        if call.axes == ("pp",):
             return tuple(dict.fromkeys(map(self.of, call.ranks)))
-        if "pp" in axes:
+        if "pp" in call.axes:
             return tuple(self.ranks)
         mine = rank // self._of_stage
         return tuple(other for other in self.ranks if other // self._of_stage == mine)
@@ -153,23 +152,12 @@ def _difference(places: Sequence[Place], classes: Classes) -> str | None:
         return "ranks of a group call different collectives"
     if len({call.detail for call in calls}) > 1:
         return f"ranks of a group give {first.operation} different arguments"
-    sizes = {call.sizes for call in calls}
     if first.operation != "all_to_all":
-        return (
-            f"ranks of a group give {first.operation} different shapes or dtypes"
-            if len(sizes) > 1
-            else None
-        )
-    if (
-        len(
-            {
-                (dtype, bool(call.splits and call.splits[0]))
-                for call in calls
-                for _, dtype in call.sizes
-            }
-        )
-        > 1
-    ):
+        if len({call.sizes for call in calls}) > 1:
+            return f"ranks of a group give {first.operation} different shapes or dtypes"
+        return None
+    forms = {(dtype, any(call.splits)) for call in calls for _, dtype in call.sizes}
+    if len(forms) > 1:
         return "ranks of a group give all_to_all different dtypes, or only some of them split sizes"
     if classes.complete and all(call.splits and all(call.splits) for call in calls):
         for row, receiver in enumerate(calls):

@@ -9,9 +9,10 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from signal import SIGTERM
 from types import SimpleNamespace
@@ -26,9 +27,10 @@ from titanlike.core.checkpoint.integrity import CheckpointHeader
 from titanlike.core.checkpoint.reader import raise_on_all_ranks
 from titanlike.core.checkpoint.storage import MARKER, Storage
 from titanlike.core.config.groups.watching import NoLogger
-from titanlike.core.config.schema import LAYER_AXES, Config
+from titanlike.core.config.schema import Config
 from titanlike.core.data.loader import batches, validation_batches
 from titanlike.core.data.sources import Batch, Data
+from titanlike.core.distributed.mesh import axes_along
 from titanlike.core.launch.signals import StopRequest
 from titanlike.core.launch.worker import Worker
 from titanlike.core.torch_private.fake_ranks import allocate
@@ -151,9 +153,8 @@ def run_rank(
     """Run a rank of a job from its launch to its end; returns what it asked of others, and the error
     that ended it."""
     config, objects = shared.config, shared.objects.setdefault(scenario.name, {})
-    recorder = Recorder(
-        rank, config.world_size, lambda ranks: axes_of(config, ranks), objects, **flips
-    )
+    along = partial(axes_along, config)
+    recorder = Recorder(rank, config.world_size, along, objects, **flips)
     watchdog: Any = _Watchdog(recorder, scenario)
     store: Any = _Store(recorder, config.world_size)
     error: Exception | None = None
@@ -179,7 +180,7 @@ def run_rank(
             stack.enter_context(patch.object(module, name, value))
         output = io.StringIO()
         stack.enter_context(contextlib.redirect_stdout(output))
-        fake = stack.enter_context(recorded_rank(recorder, rank, config.world_size))
+        fake = stack.enter_context(recorded_rank(recorder))
 
         def fill(stage: nn.Module, _: object, device: Any, *__: object, **___: object) -> None:
             with fake:
@@ -203,13 +204,13 @@ def _stand_ins(
     yield session, "open_data", lambda _: shared.data
     yield sys, "excepthook", sys.excepthook  # torch names the rank in each line, once a rank
 
-    along = axes_of(shared.config, range(shared.config.world_size)) & {"replicate", "shard"}
+    along = recorder.every & {"replicate", "shard"}
 
     def read_by_dp_ranks(stream: Callable[..., Any]) -> Callable[..., Iterator[Batch]]:
         def read(*args: Any, **kwargs: Any) -> Iterator[Batch]:
             for batch in stream(*args, **kwargs):
                 for tensor in batch.values():
-                    recorder.set_differs(tensor, frozenset(along))
+                    recorder.set_differs(tensor, along)
                 yield batch
 
         return read
@@ -283,20 +284,3 @@ def _stand_ins(
 
 def _nothing(*_: object, **__: object) -> None:
     """What a stand-in does."""
-
-
-def axes_of(config: Config, ranks: Sequence[int]) -> frozenset[str]:
-    """The axes of the mesh along which these ranks differ."""
-    sizes = mesh_sizes(config)
-    found, below = set(), 1
-    for name, size in reversed(sizes.items()):
-        if len({rank // below % size for rank in ranks}) > 1:
-            found.add(name)
-        below *= size
-    return frozenset(found)
-
-
-def mesh_sizes(config: Config) -> dict[str, int]:
-    """Axes of the mesh, the last one varying fastest, as `lay_mesh` makes them."""
-    sizes = {"pp": config.pp, "replicate": config.replicate, "shard": config.shards}
-    return sizes | {axis: size for axis in LAYER_AXES if (size := getattr(config, axis)) > 1}

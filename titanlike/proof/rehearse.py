@@ -13,6 +13,7 @@ from titanlike.core.config.errors import ConfigError
 from titanlike.core.config.schema import Config
 from titanlike.core.data.kinds import DataError
 from titanlike.core.data.registry import open_data
+from titanlike.core.distributed.mesh import axis_sizes
 from titanlike.core.metrics.console import table_lines
 from titanlike.core.torch_private.recorded_ranks import Call, Program
 from titanlike.proof.agreement import Classes, Disagreement, Place, disagreement
@@ -20,7 +21,6 @@ from titanlike.proof.rehearsal import (
     STEPS,
     Scenario,
     Shared,
-    mesh_sizes,
     run_rank,
     shortened,
 )
@@ -47,8 +47,7 @@ class Rehearsal:
     messages: int = 0
     found: Disagreement | None = None
     where: str = ""  # the scenario of what was found
-    differing: list[str] = field(default_factory=list)  # lines that read what is not
-    agreed: list[str] = field(default_factory=list)  # lines that read what is the same on all ranks
+    agreed: int = 0  # lines that read what collectives have made the same on all ranks
     failed: str = ""  # why a rank could not be run
 
     @property
@@ -72,7 +71,7 @@ def rehearse(
         except DataError as error:
             raise ConfigError([error.problem]) from None
         most = config.world_size if every_rank else _ALL
-        result = Rehearsal(config, Classes(mesh_sizes(config), most))
+        result = Rehearsal(config, Classes(axis_sizes(config), most))
         for scenario in scenarios:
             if scenario.resumes and not shared.state:  # nothing is saved
                 continue
@@ -128,7 +127,7 @@ def _by_values(
     first = {line: program for program in reversed(programs) for line in program.reads}
     for line, program in first.items():
         axes = frozenset().union(*(each.reads.get(line, ()) for each in programs))
-        (result.differing if axes else result.agreed).append(line)
+        result.agreed += not axes
         for other in _OTHERS if axes else ():
             flips = {"flipped": line, "other": other, "before": program}
             changed, error = run_rank(shared, program.rank, scenario, **flips)
@@ -144,14 +143,8 @@ def _first_other(program: Program, changed: Program) -> list[Place]:
     """Where a rank asks for something else, with the values of before and with others."""
 
     def asked(call: Call | None) -> object:
-        return call and (
-            call.operation,
-            call.group,
-            call.peer,
-            call.queue,
-            call.line,
-            call.user_line,
-        )
+        where = call and (call.line, call.user_line, call.queue)
+        return call and (call.operation, call.group, call.peer, where)
 
     both = [*program.calls, None], [*changed.calls, None]
     for one, other in zip(*both, strict=False):
@@ -175,7 +168,7 @@ def as_text(result: Rehearsal, width: int) -> list[str]:
             f"cannot hang: {calls}",
             f"  ranks      {ranks} ({' x '.join(map(str, classes.sizes.values()))})",
             f"  rehearsed  {STEPS} steps in each of: {scenarios}",
-            *_notes(result),
+            f"  values     {result.agreed} lines read what collectives have made equal",
         ]
     rows = [_row(place) for place in result.found.places]
     by_row: dict[tuple[str, ...], list[int]] = {}
@@ -187,16 +180,6 @@ def as_text(result: Rehearsal, width: int) -> list[str]:
         f"would hang, in {result.where}: {result.found.text}",
         *table_lines("", headers, shown, width),
     ]
-
-
-def _notes(result: Rehearsal) -> list[str]:
-    """What was not rehearsed as it will run."""
-    notes = []
-    if result.agreed:
-        notes.append(
-            f"  values     {len(result.agreed)} lines read what collectives have made equal"
-        )
-    return notes
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -211,7 +194,7 @@ def _row(place: Place) -> tuple[str, ...]:
     what += f" to rank {call.peer}" if call.operation == "send" else ""
     what += f" from rank {call.peer}" if call.operation == "recv" else ""
     sizes = " ".join(f"{[*shape]} {dtype}" for shape, dtype in call.sizes[:2])
-    return what, call.group.replace("x", " x "), sizes, call.user_line or call.line
+    return what, call.group, sizes, call.user_line or call.line
 
 
 def as_data(result: Rehearsal) -> dict[str, Any]:

@@ -82,10 +82,7 @@ def plan(argv: list[str]) -> int:
     if flags.picture is not None and flags.picture.suffix not in (".svg", ".png"):
         key, reason = f"--picture {flags.picture}", "the picture's file must end in .svg or .png"
         problems.append(Problem(key, "", reason, "write --picture plan.svg"))
-    args = parse_argv(words)
-    args.multirun = False
-    complete_args(args)
-    checked = check_overrides(args)
+    checked, _ = _examined(words)
     config, found = _without_data(checked)
     problems += found
     if checked.multirun:
@@ -115,6 +112,14 @@ def plan(argv: list[str]) -> int:
     except BrokenPipeError:  # piped to `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _examined(words: list[str]) -> tuple[CheckedOverrides, bool]:
+    """Return the config of training's words, with its problems, and whether they have --check."""
+    args = parse_argv(words)
+    args.multirun = False
+    complete_args(args)
+    return check_overrides(args), args.check
 
 
 def _without_data(checked: CheckedOverrides) -> tuple[Config | None, list[Problem]]:
@@ -187,16 +192,13 @@ def rehearse(argv: list[str]) -> int:
     text = "run every rank, not one of each class of ranks that are equal by construction"
     parser.add_argument("--all", action="store_true", help=text)
     flags, words = parser.parse_known_args(argv)
-    args = parse_argv(words)
-    args.multirun = False
-    complete_args(args)
-    checked = check_overrides(args)
+    checked, only_check = _examined(words)
     config, problems = checked.config, checked.problems
     if config is not None and not problems:
         problems = validate.problems(config)
     if problems or config is None:
         return print_problems([problem.hiding(checked.environment) for problem in problems])
-    if args.check:
+    if only_check:
         return 0
     from titanlike.proof.rehearse import as_data, as_text, rehearse
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -226,9 +227,7 @@ def lay_mesh(
     """
     all_ranks, seconds = [*range(dist.get_world_size())], config.launch.timeout
     everyone = new_group(all_ranks, seconds) if is_callers and len(all_ranks) > 1 else None
-    sizes = {"pp": config.pp, "replicate": config.replicate, "shard": config.shards}
-    sizes |= {axis: size for axis in LAYER_AXES if (size := getattr(config, axis)) > 1}
-    axes = _axes(sizes, device.type, seconds, messages, everyone or dist.group.WORLD)
+    axes = _axes(axis_sizes(config), device.type, seconds, messages, everyone or dist.group.WORLD)
     pp_rank, replica, shard, *_ = _coordinate(axes)
     in_replica, cp_rank = divmod(shard, config.cp)
     dp_rank = replica * (config.dp // config.replicate) + in_replica
@@ -248,6 +247,22 @@ def lay_mesh(
         everyone=everyone,
     )
     return mesh if config.ep == 1 else _with_experts(mesh, config)
+
+
+def axis_sizes(config: Config) -> dict[str, int]:
+    """The axes of the mesh, the last one varying fastest -> the ranks along each."""
+    sizes = {"pp": config.pp, "replicate": config.replicate, "shard": config.shards}
+    return sizes | {axis: size for axis in LAYER_AXES if (size := getattr(config, axis)) > 1}
+
+
+def axes_along(config: Config, ranks: Sequence[int]) -> tuple[str, ...]:
+    """The axes of the mesh along which these ranks differ, outermost first."""
+    found, below = [], 1
+    for name, size in reversed(axis_sizes(config).items()):
+        if len({rank // below % size for rank in ranks}) > 1:
+            found.append(name)
+        below *= size
+    return tuple(reversed(found))
 
 
 def _axes(

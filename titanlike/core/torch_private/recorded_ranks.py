@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -71,7 +71,8 @@ class Call:
     """A collective or message that a rank asks for."""
 
     operation: str
-    group: str  # the axes along which its ranks differ, and a number if there are several
+    group: str  # its axes in words, and a number if several groups have them
+    axes: tuple[str, ...]  # along which its ranks differ
     ranks: tuple[int, ...]  # of the group
     sizes: tuple[tuple[tuple[int, ...], str], ...] = ()  # (shape, dtype) of each tensor
     detail: str = ""  # root, reduction
@@ -95,10 +96,16 @@ class Program:
     results: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)  # of collectives
 
 
+class _Group(NamedTuple):
+    name: str  # as in `Call`
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
 class Recorder:
     """Records what this process, as one rank, asks of its process groups.
 
-    axes_of: maps the ranks of a group to the axes along which they differ. objects: what ranks have
+    axes_along: maps the ranks of a group to the axes along which they differ. objects: what ranks have
     broadcast, by group and number of the call. flipped: a line; the values that it reads are `other`,
     while the results of collectives are those of `before`.
     """
@@ -107,7 +114,7 @@ class Recorder:
         self,
         rank: int,
         world_size: int,
-        axes_of: Callable[[Sequence[int]], frozenset[str]],
+        axes_along: Callable[[Sequence[int]], tuple[str, ...]],
         objects: dict[tuple[str, int], Any],
         flipped: str = "",
         other: float = 0.0,
@@ -118,23 +125,28 @@ class Recorder:
         self.step = 0
         self.reduction = ""  # of the call in progress: an operator's is opaque
         self.unknown = 1.0  # floating-point numbers that are made up
-        self._axes_of, self.every = axes_of, axes_of(range(world_size))
+        self._axes_along = axes_along
+        self._store = _Group("store", axes_along(range(world_size)), tuple(range(world_size)))
+        self.every = frozenset(self._store.axes)
         self._flipped, self._other, self._before = flipped, other, before
-        self._names: dict[str, str] = {}  # of groups
-        self._made: Counter[str] = Counter()  # groups by axes
+        self._groups: dict[str, _Group] = {}  # by torch's name
+        self._made: Counter[tuple[str, ...]] = Counter()  # groups by axes
         self._numbers: Counter[str] = Counter()  # calls by group
         self._differs: dict[int, frozenset[str]] = {}  # storage -> axes
         self._batch = self._batches = -1
 
     # --- calls -------------------------------------------------------------------------------
 
-    def name_of(self, group: dist.ProcessGroup) -> str:
-        if group.group_name not in self._names:
-            axes = "x".join(sorted(self._axes_of(dist.get_process_group_ranks(group)))) or "alone"
+    def know(self, group: dist.ProcessGroup) -> _Group:
+        """Name a group when it is made, or first used."""
+        if group.group_name not in self._groups:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            axes = self._axes_along(ranks)
             self._made[axes] += 1
-            name = axes if self._made[axes] == 1 else f"{axes} #{self._made[axes]}"
-            self._names[group.group_name] = name
-        return self._names[group.group_name]
+            name = " x ".join(axes) or "alone"
+            name += f" #{self._made[axes]}" * (self._made[axes] > 1)
+            self._groups[group.group_name] = _Group(name, axes, ranks)
+        return self._groups[group.group_name]
 
     def add(
         self,
@@ -145,9 +157,7 @@ class Recorder:
     ) -> tuple[str, int]:
         """Record a call; returns the group's name, and the call's number in it. group: None = the
         job's store."""
-        name, ranks = "store", tuple(range(self.world_size))
-        if group is not None:
-            name, ranks = self.name_of(group), tuple(dist.get_process_group_ranks(group))
+        name, axes, ranks = self._store if group is None else self.know(group)
         number = self._numbers[name]
         self._numbers[name] += 1
         if len(ranks) > 1:
@@ -155,7 +165,7 @@ class Recorder:
             line, user_line = lines()
             more |= {"line": line, "user_line": user_line, "batch": self._batch}
             more |= {"phase": self.phase, "queue": self.queue}
-            self.program.calls.append(Call(operation, name, ranks, sizes, **more))
+            self.program.calls.append(Call(operation, name, axes, ranks, sizes, **more))
         return name, number
 
     @contextmanager
@@ -169,10 +179,14 @@ class Recorder:
             self._batch = -1
 
     def finish(
-        self, operation: str, key: tuple[str, int], ranks: Sequence[int], tensors: Sequence[Tensor]
+        self,
+        operation: str,
+        key: tuple[str, int],
+        group: dist.ProcessGroup,
+        tensors: Sequence[Tensor],
     ) -> None:
         """Note what a collective has made of tensors."""
-        axes, real = self._axes_of(ranks), []
+        axes, real = frozenset(self.know(group).axes), []
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor):
                 real.append(tensor)
@@ -375,7 +389,7 @@ class _Operators(TorchDispatchMode):
         else:
             result = function(*args, **kwargs)
             _fill(operation, recorder.reduction, tensors, group)
-        recorder.finish(operation, key, dist.get_process_group_ranks(group), tensors)
+        recorder.finish(operation, key, group, tensors)
         return result
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
@@ -390,7 +404,7 @@ class _Operators(TorchDispatchMode):
             group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             key = self.recorder.add(operation, group, tensors)
-            self.recorder.finish(operation, key, dist.get_process_group_ranks(group), made)
+            self.recorder.finish(operation, key, group, made)
         return result
 
 
@@ -454,15 +468,16 @@ class _Reads(TorchFunctionMode):
 
 
 @contextmanager
-def recorded_rank(recorder: Recorder, rank: int, world_size: int) -> Iterator[FakeTensorMode]:
+def recorded_rank(recorder: Recorder) -> Iterator[FakeTensorMode]:
     """A context in which this process is a rank of a job without the others, and `recorder` records
     what it asks of them. Yields the mode of fake tensors. Needs that no process group exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     init, new, batch = dist.init_process_group, dist.new_group, dist.batch_isend_irecv
+    rank = recorder.program.rank
 
     def initialize(*_: Any, **__: Any) -> None:
-        init("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        init("fake", store=FakeStore(), rank=rank, world_size=recorder.world_size)
 
     def new_group(
         ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
@@ -470,7 +485,7 @@ def recorded_rank(recorder: Recorder, rank: int, world_size: int) -> Iterator[Fa
         group = new(ranks, timeout, "fake", *args, **kwargs)
         alone = kwargs.get("use_local_synchronization", False)  # only its ranks call this
         if alone or rank in (ranks or [rank]):
-            recorder.name_of(group)
+            recorder.know(group)
         every = None if alone else dist.group.WORLD
         recorder.add("new_group", every or group, detail="" if alone else f"{ranks or 'all'}")
         return group
