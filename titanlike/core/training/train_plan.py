@@ -136,11 +136,13 @@ def make_plan(
     unit = _unit(config, data, batch)
     if problems := field_problems(config, model, fields_of(batch)):
         raise ConfigError(problems)
+    variable = data is not None and bool(data.variable)  # tokens of a step are then unknown
+    declared = getattr(model, "flops_per_token", None)
+    # of the whole model, thus before tensor parallelism leaves each layer one rank's part
+    flops_per_token = None if variable or declared is None else declared(config.seq_len)
     transforms = model_transforms(config, model, mesh, batch, checked or {})
     loss = next((x for t in transforms.values() if (x := t.loss())), build_loss(config.loss))
     loss.backward_follows, loss.compiled = order.backward_follows, config.compile
-    variable = data is not None and bool(data.variable)  # tokens of a step are then unknown
-    flops = getattr(model, "flops_per_token", None)
     recorded = record_model(
         config, resolved, model, batch, order.microbatches, loss, transforms, variable
     )
@@ -188,7 +190,7 @@ def make_plan(
         stage_parameters=parameters,
         whole_numel=whole_numel,
         unused=[name for name, _ in model.named_parameters() if name not in used],
-        flops_per_token=None if variable or flops is None else flops(config.seq_len),
+        flops_per_token=flops_per_token,
         unit=unit,
         variable=variable,
         transforms=transforms,
