@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import orc, parquet
 from test_chat import answers, chat
 
+from support.models import tiny
+from titanlike.core.config.groups.data import ChatData
+from titanlike.core.data import registry
 from titanlike.core.data.registry import DataError, open_data
-from titanlike.formats.chat import BadConversation, ChatTemplate
+from titanlike.formats.chat import BUILT_IN, BadConversation, ChatTemplate
 from titanlike.formats.conversation_forms import conversation, with_text_arguments
+from titanlike.formats.text import BadRow
 from titanlike.formats.tokenizer import ByteTokenizer
 
 PLAIN = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "it is 4"}]
@@ -47,6 +55,49 @@ def test_each_form_is_the_same_conversation(form: str) -> None:
     text = ChatTemplate("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}",
                         ByteTokenizer()).render(messages)  # fmt: skip
     assert text.replace("\n", " ") == "user:2 + 2?;assistant:it is 4;"
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.just("user"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "text", "tool_calls", "function"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from(sorted(FORMS)), st.randoms(use_true_random=False), ODD, st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_a_row_with_something_else_in_a_field_is_a_bad_row(
+    form: str, rng: Random, odd: Any, in_history: bool
+) -> None:
+    """It is told with its file and line; anything else would be called a damaged file."""
+    row: Any = json.loads(json.dumps(FORMS[form][0]))
+    at, names = row, list(row)
+    while names and rng.random() < 0.7:
+        name = rng.choice(names)
+        if not isinstance(at[name], list | dict) or not at[name] or rng.random() < 0.3:
+            at[name] = odd
+            break
+        at = at[name]
+        names = list(at) if isinstance(at, dict) else list(range(len(at)))
+    row |= {"history": odd} if in_history else {}
+    template = ChatTemplate(BUILT_IN, ByteTokenizer())
+    with suppress(BadRow):
+        template.learned(*conversation(row, "messages")[1:])
+
+
+def test_the_first_row_is_read_before_a_launch(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    row = {"instruction": "a", "input": "", "output": "b", "history": "none"}
+    file.write_text(json.dumps(row) + "\n")
+    (problem,) = registry.problems(tiny(data=ChatData(path=str(file))))
+    assert "a.jsonl: line 1: has no conversation in a known form" in str(problem)
 
 
 def rows(count: int = 30) -> list[dict[str, Any]]:

@@ -56,6 +56,7 @@ from titanlike.formats.text import (
     check_tokenizer,
     file_states,
     find_files,
+    first_files,
     kind_of_file,
     records,
     rows_of,
@@ -140,13 +141,33 @@ def open_data(data: ChatData, config: Config) -> Data:
 
 
 def _check_conversations(data: ChatData, config: Config) -> None:
-    find_files(data.path, _SUFFIXES)
+    template = find_template(data.template, data.tokenizer)
     try:
-        find_template(data.template, data.tokenizer).learned(EXAMPLE)
+        template.learned(EXAMPLE)
     except NoEnd as error:
         raise DataError("data.template", data.template, str(error), error.fix) from None
     except BadConversation:
         pass  # a template may refuse this conversation and accept others
+    for file in first_files(find_files(data.path, _SUFFIXES)):
+        next(_learned(file, data, template), None)
+
+
+def _learned(
+    file: Path, data: ChatData, template: ChatTemplate, forms: set[str] | None = None
+) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Yield the token ids of a file's conversations, and whether each has a loss. forms: receives
+    the names of their formats. Raises DataError with file and line."""
+
+    of_table = kind_of_file(file) in TABLES
+
+    def read(row: Any) -> tuple[list[int], np.ndarray]:
+        row = without_nulls(row) if of_table else row
+        form, messages, tools = conversation(row, data.messages_key)
+        if forms is not None:
+            forms.update({form} - {""})
+        return template.learned(messages, tools)
+
+    return records(file, rows_of(file), read)
 
 
 CHECKS = (check_tokenizer, _check_conversations)
@@ -227,18 +248,7 @@ def _write(
     about, ended, forms = _About(), False, set[str]()
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {part: [] for part in PARTS}
 
-    def read(row: Any) -> tuple[list[int], np.ndarray]:
-        form, messages, tools = conversation(row, data.messages_key)
-        forms.update({form} - {""})
-        return template.learned(messages, tools)
-
-    def read_of_table(row: Any) -> tuple[list[int], np.ndarray]:
-        return read(without_nulls(row))
-
-    every = (
-        records(file, rows_of(file), read_of_table if kind_of_file(file) in TABLES else read)
-        for file in files
-    )
+    every = (_learned(file, data, template, forms) for file in files)
     held = held_out(data.validation_fraction)
     for is_held, (tokens, mask) in zip(held, chain.from_iterable(every), strict=False):
         ids, learned = np.array(tokens[: seq_len + 1], np.uint32), mask[: seq_len + 1]

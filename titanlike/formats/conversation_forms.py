@@ -39,6 +39,17 @@ def conversation(row: Any, key: str) -> Conversation:
     """Convert a row to a conversation. key: `data.messages_key`. Raises BadRow."""
     if not isinstance(row, dict):
         raise BadRow("is not an object")
+    try:
+        return _converted(row, key)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, BadRow):
+            raise
+        reason = "has no conversation in a known form: what its fields hold is of other types ("
+        raise BadRow(f"{reason}{type(error).__name__}: {error})") from None
+
+
+def _converted(row: dict[str, Any], key: str) -> Conversation:
+    """Raises BadRow, or what Python raises where a field holds something else than its form does."""
     lists = dict.fromkeys((key, *(_LISTS if key == _LISTS[0] else ())))
     for name in lists:
         if (found := _listed(row.get(name))) or row.get(name) == []:

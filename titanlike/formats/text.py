@@ -99,11 +99,15 @@ _TRIED = 64  # files whose first record is read before a launch
 def check_first_records(path: str | None, text_key: str) -> None:
     """Raise DataError if there is no file, or the first text of a file of records, or of the first
     table, cannot be read."""
-    files = find_files(path)
+    for file in first_files(find_files(path)):
+        next(documents([file], text_key), None)
+
+
+def first_files(files: list[Path]) -> list[Path]:
+    """Return the files whose first record is read before a launch."""
     lines = [file for file in files if kind_of_file(file) == ".jsonl"]
     tables = [file for file in files if kind_of_file(file) in TABLES]  # a process each
-    for file in (*lines[:_TRIED], *tables[:1]):
-        next(documents([file], text_key), None)
+    return [*lines[:_TRIED], *tables[:1]]
 
 
 def check_stand_in(data: TextData | StreamData, config: Config) -> Iterator[Problem]:

@@ -1,4 +1,5 @@
-"""The pictures on a run's page (report.html): its schedule, its recorded step, and its plan."""
+"""What a run's page (report.html) shows beside its records: its schedule, its recorded step, and
+the plans of both its step and its goodput."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from titanlike.core.config.files import as_record
 from titanlike.core.config.groups.watching import TIMELINE
 from titanlike.core.config.received import Consent
 from titanlike.core.metrics import units
+from titanlike.core.metrics.goodput import goodput
+from titanlike.core.metrics.run_files import STARTS
+from titanlike.core.metrics.summary import is_number, jsonl_records
 from titanlike.watch import timeline_file
 from titanlike.watch.chart import Chart
 
@@ -53,6 +57,48 @@ def run_charts(
             yield order_chart(order, drawn.schedule)
     except ValueError:  # no pipeline, or the order is too long or damaged
         return
+
+
+def planned_goodput(run_dir: Path) -> str:
+    """What goodput a run with as many failures, and with the times of its own steps, saves and
+    starts, is expected to have; "" without a failure, or if its files do not say.
+
+    More is lost than planned if failures come where they cost most, or by waits for data.
+    """
+    from titanlike.planning.whole_run import RunTimes, simulate_runs
+
+    seconds = goodput(run_dir)
+    starts = [*jsonl_records(run_dir / STARTS, b'"config"')]
+    saves = sum(1 for _ in jsonl_records(run_dir / "events.jsonl", b'"saved"'))
+    records = jsonl_records(run_dir / "metrics.jsonl", b'"step"')
+    last = max((r["step"] for r in records if is_number(r, "step")), default=0)
+    failures = len(starts) - 1
+    if seconds is None or failures < 1 or not saves or last < 1:
+        return ""
+    try:
+        interval = min(last, starts[-1]["config"]["checkpoint"]["every"] or last)
+        stall = seconds["save"] / saves
+        times = RunTimes(
+            steps=last,
+            step=seconds["steps"] / last,
+            stall=stall,
+            save=stall,
+            start=(seconds["start"] + seconds["first_step"]) / len(starts),
+            down=seconds["down"] / failures,
+            mtbf=(seconds["total"] - seconds["down"]) / failures,
+        )
+        runs = simulate_runs(times, interval)
+        alike = runs.failures == failures
+        share = runs.goodput[alike].mean() if alike.any() else runs.goodput.mean()
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+    ):  # a damaged file, or failures that end no run
+        return ""
+    many = f"{failures} failure{'s' * (failures > 1)}"
+    return f"planned {share:.1%} with {many}, one in {units.duration(times.mtbf)}"
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shlex
 import shutil
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +42,8 @@ _PLAN = (
     "tokens/s, MFU, bubble, traffic, and what is slow. No GPU, process group or data are needed. "
     "hardware= names the devices. `search` tries every layout of gpus=N devices for the global "
     "batch. `run` plans the whole run with its failures: days, money and goodput of tokens=N, with "
-    "price= of a device and an hour, mtbf= of the job, start=, down=, storage= and step=."
+    "price= of a device and an hour, mtbf= of the job, start=, down=, storage= and step=. A search "
+    "with days= and money= answers which of hardware=A,B, and how many, end such a run in time."
 )
 
 
@@ -58,22 +61,11 @@ def plan(argv: list[str]) -> int:
     add("--top", metavar="N", type=int, default=10, help=text)
     flags, words = parser.parse_known_args(argv)
     mode = words.pop(0) if words[:1] in (["search"], ["run"]) else ""
-    terms, problems = None, list[Problem]()
-    if mode == "run":
-        from titanlike.planning.whole_run import RunTerms
-
-        own = [word for word in words if word.partition("=")[0] in RunTerms.__dataclass_fields__]
-        words = [word for word in words if word not in own]
-        given = dict[str, Any]()
-        for word in own:
-            name, _, text = word.partition("=")
-            override = parse_override(word)
-            swept = override is not None and override.is_sweep_override()
-            given[name] = text if override is None or swept else override.value()
-        terms = convert(RunTerms, given, "", problems)
+    problems = list[Problem]()
     gpus = [word.partition("=")[2] for word in words if word.startswith("gpus=")][-1:]
     words = [word for word in words if not word.startswith("gpus=")]
-    for number in gpus:
+    counts = gpus[0].split(",") if gpus else []
+    for number in counts:
         if mode != "search":
             reason = f"is for a search; the devices of a plan are {' x '.join(MESH_AXES)}"
             problems.append(Problem("gpus", number, reason, f"plan search gpus={number}"))
@@ -82,6 +74,69 @@ def plan(argv: list[str]) -> int:
     if flags.picture is not None and flags.picture.suffix not in (".svg", ".png"):
         key, reason = f"--picture {flags.picture}", "the picture's file must end in .svg or .png"
         problems.append(Problem(key, "", reason, "write --picture plan.svg"))
+    devices = _devices(words) if mode == "search" else [words]
+    asked = [_read(words, mode, problems) for words in devices]
+    environment = asked[0].environment
+    if problems:
+        found = {str(p): p for p in (problem.hiding(environment) for problem in problems)}
+        return print_problems([*found.values()])
+    try:
+        if mode == "search":
+            return _search(asked, [*map(int, counts)], flags)
+        return _plan(asked[0].config, flags, asked[0].terms)
+    except ConfigError as error:
+        return print_problems([p.hiding(environment) for p in error.problems])
+    except Refused as error:
+        return print_problems([error.problem.hiding(environment)])
+    except ModuleNotFoundError as error:  # an extra is not installed
+        return print_problems([Problem("plan", "", f"{error.name} is not installed")])
+    except BrokenPipeError:  # piped to `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a plan is asked for: a config, training's words that make it, and terms of the run."""
+
+    config: Config
+    words: list[str]
+    terms: Any  # RunTerms of a whole run, Budget of a search, None of a step
+    environment: Mapping[str, str]  # whose values are not shown
+
+
+def _devices(words: list[str]) -> list[list[str]]:
+    """The words for each device of hardware=A,B, with its own of the prices, if there are several."""
+    named = [word for word in words if word.startswith("hardware=")][-1:]
+    prices = [word for word in words if word.startswith("price=")][-1:]
+    titles, costs = (("".join(each).partition("=")[2]).split(",") for each in (named, prices))
+    if len(titles) < 2:
+        return [words]
+    rest = [word for word in words if word not in (*named, *prices)]
+    costs = costs * len(titles) if len(costs) == 1 else costs
+    return [
+        [*rest, f"hardware={title}", *([f"price={cost}"] if cost else [])]
+        for title, cost in itertools.zip_longest(titles, costs, fillvalue="")
+    ]
+
+
+def _read(words: list[str], mode: str, problems: list[Problem]) -> _Asked:
+    """Read the words of a plan on one device; adds to the problems what is wrong with them."""
+    terms, kind = None, None
+    if mode == "run":
+        from titanlike.planning.whole_run import RunTerms as kind
+    elif mode == "search":
+        from titanlike.planning.budget import Budget as kind
+    if kind is not None:
+        own = [word for word in words if word.partition("=")[0] in kind.__dataclass_fields__]
+        words = [word for word in words if word not in own]
+        given = dict[str, Any]()
+        for word in own:
+            name, _, text = word.partition("=")
+            override = parse_override(word)
+            swept = override is not None and override.is_sweep_override()
+            given[name] = text if override is None or swept else override.value()
+        terms = convert(kind, given, "", problems)
     checked, _ = _examined(words)
     config, found = _without_data(checked)
     problems += found
@@ -90,28 +145,32 @@ def plan(argv: list[str]) -> int:
         problems.append(Problem("plan", "", f"{reason}; a sweep is for train.py"))
     if config is not None and not problems:
         problems += validate.problems(config)
-    if problems or config is None:
-        return print_problems([problem.hiding(checked.environment) for problem in problems])
-    try:
-        if mode != "search":
-            return _plan(config, flags, terms)
+    return _Asked(config, words, terms, checked.environment)
+
+
+def _search(asked: Sequence[_Asked], gpus: list[int], flags: argparse.Namespace) -> int:
+    """Search the fastest layouts of a number of devices; or which devices, and how many, end a whole
+    run in time."""
+    say = partial(print, file=sys.stderr, flush=True)
+    first = asked[0]
+    if not first.terms.given and len(asked) == 1 and len(gpus) < 2:
         from titanlike.planning.search import search, search_data, search_text
 
-        devices = int(gpus[0]) if gpus else config.world_size
-        say = partial(print, file=sys.stderr, flush=True)
-        layouts = search(config, words, devices, flags.top, say)
+        devices = gpus[0] if gpus else first.config.world_size
+        layouts = search(first.config, first.words, devices, flags.top, say)
         as_json = flags.json and json.dumps(search_data(layouts, flags.top))
         print(as_json or search_text(layouts, flags.top, _width()))
         return 0 if layouts.ranked else 1
-    except ConfigError as error:
-        return print_problems([p.hiding(checked.environment) for p in error.problems])
-    except Refused as error:
-        return print_problems([error.problem.hiding(checked.environment)])
-    except ModuleNotFoundError as error:  # an extra is not installed
-        return print_problems([Problem("plan", "", f"{error.name} is not installed")])
-    except BrokenPipeError:  # piped to `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    from titanlike.planning.budget import draw_offers, offers, offers_text
+
+    found = offers([(each.config, each.words, each.terms) for each in asked], gpus, say)
+    if flags.json:
+        print(json.dumps([offer.as_data() for offer in found]))
+    else:
+        print(offers_text(found, first.terms, _width()))
+    if flags.picture is not None:
+        draw_offers(found, first.terms, flags.picture)
+    return 0 if any(offer.within for offer in found) else 1
 
 
 def _examined(words: list[str]) -> tuple[CheckedOverrides, bool]:
@@ -254,7 +313,7 @@ def timeline(argv: list[str]) -> int:
 def report(argv: list[str]) -> int:
     """Return the exit code: 0; 2 for a folder that is not a run's."""
     from titanlike.core.config.received import Consent, refuse_links
-    from titanlike.planning.run_charts import run_charts
+    from titanlike.planning.run_charts import planned_goodput, run_charts
     from titanlike.watch.report import FILE, write_reports
 
     parser = argument_parser(
@@ -271,7 +330,9 @@ def report(argv: list[str]) -> int:
         for run in flags.runs:
             refuse_links(run)
         charts_of = partial(run_charts, planned=Consent((), argv, flags.trust_code))
-        print(f"written: {write_reports(out, [*dict.fromkeys(flags.runs)], charts_of)}")
+        runs = [*dict.fromkeys(flags.runs)]
+        page = write_reports(out, runs, charts_of, planned_goodput=planned_goodput)
+        print(f"written: {page}")
         return 0
 
     return exit_code(write)

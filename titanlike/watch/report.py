@@ -58,19 +58,23 @@ ChartsOf = Callable[[Path, dict[str, Any]], "Iterable[Chart]"]  # (run_dir, layo
 
 
 def write_reports(
-    out: Path, runs: Sequence[Path], charts_of: ChartsOf | None = None, quick: bool = False
+    out: Path,
+    runs: Sequence[Path],
+    charts_of: ChartsOf | None = None,
+    quick: bool = False,
+    planned_goodput: Callable[[Path], str] | None = None,
 ) -> Path:
     """Write the page of one run, or of several overlaid, to `out`.
 
     runs: their directories. charts_of: makes a run's charts; not called for more than `_DRAWN_RUNS`
-    runs. quick: see `read_history`. Raises ValueError for more than MOST_RUNS, FileNotFoundError as
+    runs. quick, planned_goodput: see `read_history`. Raises ValueError for more than MOST_RUNS, FileNotFoundError as
     `read_history` does.
     """
     if len(runs) > MOST_RUNS:
         raise ValueError(f"{len(runs)} runs are too many for a page: at most {MOST_RUNS}")
     points = min(_POINTS, _ALL_POINTS // len(runs))
     charts_of = charts_of if len(runs) <= _DRAWN_RUNS else None
-    histories = [read_history(folder, points, quick, charts_of) for folder in runs]
+    histories = [read_history(run, points, quick, charts_of, planned_goodput) for run in runs]
     files.atomic_write_text(out, page(histories))
     return out
 
@@ -96,12 +100,16 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def read_history(
-    run_dir: Path, points: int = _POINTS, quick: bool = False, charts_of: ChartsOf | None = None
+    run_dir: Path,
+    points: int = _POINTS,
+    quick: bool = False,
+    charts_of: ChartsOf | None = None,
+    planned_goodput: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
     """Read what the page shows of a run.
 
     quick: read only evenly spaced records of a long run, and all validations. charts_of: makes its
-    charts. Raises FileNotFoundError if run_dir has no run's files.
+    charts; planned_goodput: says what goodput was to be expected, beside the run's own. Raises FileNotFoundError if run_dir has no run's files.
     """
     starts = [*summary.jsonl_records(run_dir / STARTS, b'"config"')]
     metrics = run_dir / "metrics.jsonl"
@@ -118,6 +126,8 @@ def read_history(
         result = read_result(run_dir) or {}
     except (OSError, ValueError):
         result = {}
+    goodputs = [goodput_text(result.get("goodput"))]
+    goodputs += [planned_goodput(run_dir)] if planned_goodput and goodputs[0] else []
     layout = _object(newest.get("layout"))
     charts = [*charts_of(run_dir, layout)] if charts_of else []
     samples = deque(summary.jsonl_records(run_dir / "samples.jsonl"), maxlen=_SAMPLES)
@@ -138,7 +148,7 @@ def read_history(
         "events": _events(run_dir / "events.jsonl"),
         "starts": _starts(starts),
         "config": flat(_object(newest.get("config"))),
-        "goodput": goodput_text(result.get("goodput")),
+        "goodput": "; ".join(text for text in goodputs if text),
         "layout": {key: value for key, value in layout.items() if key not in ("order", "place")},
         "charts": [*map(_chart, charts)],
         "samples": [
