@@ -80,9 +80,9 @@ def test_custom_code_is_verified_once_for_each_layout_and_source(tmp_path: Path)
     assert code == 0 and "verified before" in text
     config = tiny(dp=2, model=Custom("support.planned_models.Own", {"vocab_size": None}))
     code = outside_code(config)
-    key = first_start._key(config, code)
-    assert key == first_start._key(tiny(dp=2, model=config.model, steps=9), code)
-    assert key != first_start._key(tiny(pp=2, model=config.model), code)
+    key = first_start._verdict_key(config, code)
+    assert key == first_start._verdict_key(tiny(dp=2, model=config.model, steps=9), code)
+    assert key != first_start._verdict_key(tiny(pp=2, model=config.model), code)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from titanlike.planning.estimate import make_estimate
 from titanlike.planning.known_hardware import shipped
 from titanlike.techniques.low_precision.float8 import use_float8
 from titanlike.techniques.low_precision.float8_linear import cast_weights
-from titanlike.techniques.tp.plan import named, parse_plan
+from titanlike.techniques.tp.plan import match_modules, parse_plan
 from titanlike.techniques.tp.ranks import TensorRanks
 from titanlike.techniques.tp.styles import shard_model
 from titanlike.techniques.weight_gradients import DeferredWeightGradients
@@ -52,7 +52,7 @@ def test_a_block_saves_its_shard_and_gathers_again_in_the_backward(
         ranks = TensorRanks(size, 0, sequence=True)
         part = torch.empty(BATCH, TOKENS // size, WIDTH, requires_grad=True)
     use_float8(model, tiny(precision=precision), torch.device("cpu"))
-    plan = named(model, parse_plan(model.tp_plan()))
+    plan = match_modules(model, parse_plan(model.tp_plan()))
     shard_model(model, plan, ranks, whole_logits=False)
     block = model.model.layers[0]
     if layers := [module for module in block.modules() if in_float8(module)]:
@@ -99,7 +99,9 @@ def test_a_compiled_block_gathers_once_and_keeps_it_unless_weight_gradients_come
                 vocab_size=64, hidden_size=WIDTH, num_attention_heads=4, num_hidden_layers=1
             )
         ranks = TensorRanks(2, 0, dist.group.WORLD, sequence=True, compiled=True)
-        shard_model(model, named(model, parse_plan(model.tp_plan())), ranks, whole_logits=False)
+        shard_model(
+            model, match_modules(model, parse_plan(model.tp_plan())), ranks, whole_logits=False
+        )
         block = model.to_empty(device="cpu").model.layers[0]
         later = DeferredWeightGradients(block, torch.device("cpu")) if waiting else None
         part = torch.randn(BATCH, TOKENS // 2, WIDTH, requires_grad=True)

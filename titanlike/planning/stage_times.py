@@ -145,47 +145,58 @@ class Roofline:
         total = Seconds()
         for operator, count in operators.items():
             if not any(fnmatchcase(operator.name, pattern) for pattern in without):
-                total = total.plus(self._one(operator, block, weights), count)
+                total = total.plus(self._operator(operator, block, weights), count)
         return total
 
-    def _one(self, operator: Operator, block: bool, weights: bool) -> Seconds:
+    def _operator(self, operator: Operator, block: bool, weights: bool) -> Seconds:
+        """Time of one call: the longer of its FLOPs' and its bytes', and that of its launch."""
         device = self.hardware
         rate = device.memory_bandwidth * device.memory_efficiency
-        memory = operator.bytes / rate
-        if operator.name in _FEW_LOGITS:
-            memory *= _FEW_LOGITS[operator.name]
-        fixed = {"kernels": device.kernel_seconds, "launches": 1.0}
-        if not operator.flops and operator.name != ATTENTION:
-            if not (self.compiled and block):
-                return Seconds(memory=memory, **fixed)
-            kernels = {name: _FUSED_LAUNCHES * each for name, each in fixed.items()}
-            return Seconds(memory=_FUSED_BYTES * memory, **kernels)
-        emulated = device.tf32_flops if self.tf32 else device.fp32_flops
-        peak = device.bf16_flops if operator.itemsize <= 2 else emulated
+        memory = operator.bytes / rate * _FEW_LOGITS.get(operator.name, 1.0)
+        launch = {"kernels": device.kernel_seconds, "launches": 1.0}
         if operator.name == ATTENTION:
-            share = device.attention_efficiency
+            efficiency = device.attention_efficiency
             if operator.sizes and device.runs_ahead:  # on a GPU
-                share *= attention_share(*operator.sizes[1:])
-            return Seconds(attention=max(operator.flops / (peak * share), memory), **fixed)
+                efficiency *= attention_share(*operator.sizes[1:])
+            compute = operator.flops / (self._peak(operator.itemsize) * efficiency)
+            return Seconds(attention=max(compute, memory), **launch)
+        if operator.flops:
+            return self._matmul(operator, memory, block, weights)._replace(**launch)
+        if not (self.compiled and block):
+            return Seconds(memory=memory, **launch)
+        fused = {name: _FUSED_LAUNCHES * each for name, each in launch.items()}
+        return Seconds(memory=_FUSED_BYTES * memory, **fused)
+
+    def _peak(self, itemsize: int) -> float:
+        """FLOP/s of matmuls of elements of 2 (bf16) or 4 bytes (fp32)."""
+        fp32 = self.hardware.tf32_flops if self.tf32 else self.hardware.fp32_flops
+        return self.hardware.bf16_flops if itemsize <= 2 else fp32
+
+    def _matmul(self, operator: Operator, memory: float, block: bool, weights: bool) -> Seconds:
+        """Time of a matmul and the casts of its operands to float8 or mxfp8, without their launch;
+        memory: seconds to read and write its bytes; block, weights: see `seconds`."""
+        device, peak = self.hardware, self._peak(operator.itemsize)
         of_experts = operator.name.startswith(EXPERTS_PRODUCT)
-        share = (of_experts and device.expert_efficiency) or device.matmul_efficiency
-        rows, columns, summed = operator.sizes or (0, 0, 0)
-        for size in operator.sizes or ():
-            share *= size / (size + device.matmul_half)
-        kind, seconds = "experts" if of_experts else "matmuls", operator.flops / (peak * share)
+        efficiency = (of_experts and device.expert_efficiency) or device.matmul_efficiency
+        for size in operator.sizes or ():  # small matmuls reach less of the peak
+            efficiency *= size / (size + device.matmul_half)
+        kind, compute = "experts" if of_experts else "matmuls", operator.flops / (peak * efficiency)
         scaled = self.scaled if block and operator.sizes is not None else None
         mxfp8 = scaled is not None and scaled.name == "mxfp8"  # which leaves experts in bf16
         if scaled is None or (mxfp8 and of_experts) or (weights and not scaled.weight_gradients):
-            return Seconds(**{kind: max(seconds, memory)}, **fixed)
-        low = (device.mxfp8_flops or emulated) if mxfp8 else device.fp8_flops
-        seconds *= peak / low
+            return Seconds(**{kind: max(compute, memory)})
+        rows, columns, inner = operator.sizes or (0, 0, 0)
+        rate = device.memory_bandwidth * device.memory_efficiency
+        mxfp8_peak = device.mxfp8_flops or self._peak(4)  # emulated in fp32
+        compute *= peak / (mxfp8_peak if mxfp8 else device.fp8_flops)
         # results are in bf16, and a tile's are written after its multiplication: DeepGEMM has 1,297
         # TFLOP/s for weights [4096, 7168] on H800, and 1,099 for [7168, 2048], not 2% less
-        seconds += operator.groups * rows * columns * operator.itemsize / rate
-        each = _CAST_BYTES_COMPILED if self.compiled else _CAST_BYTES
-        operands = rows + (columns if weights or not (self.cast_once or of_experts) else 0)
-        cast = operator.groups * each * operands * summed / rate
-        return Seconds(**{kind: seconds}, casts=cast, **fixed)
+        compute += operator.groups * rows * columns * operator.itemsize / rate
+        cast_bytes = _CAST_BYTES_COMPILED if self.compiled else _CAST_BYTES  # per element
+        # of [rows, inner] and [inner, columns] the second may be a weight that was cast before
+        operand_rows = rows + (columns if weights or not (self.cast_once or of_experts) else 0)
+        casts = operator.groups * cast_bytes * operand_rows * inner / rate
+        return Seconds(**{kind: compute}, casts=casts)
 
 
 @dataclass(frozen=True)
@@ -337,9 +348,8 @@ class LayoutTimes:
         self.units, self.estimated = units, estimated
         self._sums: _Sums | None = None
         if config.exact:
-            self._sums = _partial_sums(
-                config.dp, config.replicate, config.ep, layout.microbatches, layout.zero
-            )
+            axes = config.dp, config.replicate, config.ep
+            self._sums = _partial_sums(*axes, layout.microbatches, layout.zero)
         self._runs = [  # per stage: (unit, whether it is recomputed)
             [(units[name], name in recomputed) for name in names]
             for names, recomputed in zip(layout.stages, layout.recomputed, strict=True)
@@ -437,15 +447,15 @@ class LayoutTimes:
 
         def host(*parts: str) -> float:
             """Host seconds to launch these parts (fields of `UnitTimes`) of all units of the stage."""
-            launched = (
-                (getattr(u, part), on or part != "recompute") for u, on in runs for part in parts
-            )
-            launches = sum(seconds.launches for seconds, runs_too in launched if runs_too)
+            launched = ((u, part) for u, on in runs for part in parts if on or part != "recompute")
+            launches = sum(getattr(unit, part).launches for unit, part in launched)
             return launches * device.host_seconds + device.action_seconds
 
         backward = host("recompute", "input_gradient", "weight_gradient")
         at_once = host("recompute", "input_gradient") if deferred else backward
         deferred_host = host("weight_gradient") if deferred else host()
+        skips = [skip for skip in layout.skips if skip.source == stage]
+        skips_back = [skip for skip in layout.skips if skip.to == stage and skip.back]
         return StageTimes(
             forward=Duration(all_forward, host("forward")),
             backward=Duration(all_backward, backward, recomputed),
@@ -453,16 +463,8 @@ class LayoutTimes:
             weight_gradient=Duration(sum(weights) if deferred else 0.0, deferred_host),
             sends_forward=self._message(layout.sent[stage] if stage + 1 < len(layout.sent) else 0),
             sends_backward=self._message(layout.received[stage]),
-            skips_forward=tuple(
-                (skip.to, self._message(skip.nbytes))
-                for skip in layout.skips
-                if skip.source == stage
-            ),
-            skips_backward=tuple(
-                (skip.source, self._message(skip.back))
-                for skip in layout.skips
-                if skip.to == stage and skip.back
-            ),
+            skips_forward=tuple((skip.to, self._message(skip.nbytes)) for skip in skips),
+            skips_backward=tuple((skip.source, self._message(skip.back)) for skip in skips_back),
             gather=self._gather(numel, experts, float8, count) if sharded and zero < 3 else 0.0,
             reduce=self._replication(numel, experts, count)
             + (self._reduction(numel, experts, count) if once else 0.0),
@@ -527,9 +529,8 @@ class LayoutTimes:
                 less = (self.itemsize - 1) * sum(unit.float8 for unit, _ in self._runs[stage])
                 moved["gathered"] -= gathers * sent(less, link.size)
             moved[f"{kind}reduced"] = reductions * many * 4 * sent(summed, link.size)
-            moved["replicated"] += (
-                replications * (replicas - 1) * 4 * summed // (replicas * link.size)
-            )
+            replicated = replications * (replicas - 1) * 4 * summed
+            moved["replicated"] += replicated // (replicas * link.size)
         return moved
 
 

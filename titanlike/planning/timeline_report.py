@@ -67,14 +67,14 @@ class TimelineReport:
 
     @cached_property
     def ranks(self) -> list[RankTimes]:
-        by_rank = zip(*self.timeline.steps, strict=True)
-        return [self._rank(steps) for steps in by_rank]
+        return [self._rank_times(steps) for steps in zip(*self.timeline.steps, strict=True)]
 
-    def _rank(self, steps: Sequence[RankStep]) -> RankTimes:
-        spent = [step.spent() for step in steps]
+    def _rank_times(self, steps: Sequence[RankStep]) -> RankTimes:
+        """Medians over the recorded steps of one rank; the wait for each sender is summed."""
+        by_kind = [step.spent() for step in steps]
 
         def median(*kinds: str) -> float:
-            return statistics.median(sum(each.get(kind, 0.0) for kind in kinds) for each in spent)
+            return statistics.median(sum(s.get(kind, 0.0) for kind in kinds) for s in by_kind)
 
         waits: dict[int, float] = defaultdict(float)
         for sender, seconds in chain.from_iterable(map(self._senders, steps)):

@@ -82,8 +82,7 @@ class _Replay:
             self._steps[program.rank, ""]
             for call in program.calls:
                 steps = self._steps[program.rank, call.queue]
-                together = call.batch >= 0 and batch == (call.queue, call.batch)
-                if together:
+                if call.batch >= 0 and batch == (call.queue, call.batch):
                     steps[-1].append(call)
                 else:
                     steps.append([call])
@@ -103,7 +102,7 @@ class _Replay:
             calls = self._steps[thread][self._at[thread]]
             self._open[thread] = len(calls)
             for call in calls:
-                key, members = self._key(call, thread[0])
+                key, members = self._meeting(call, thread[0])
                 self._waiting[key][thread[0]].append((call, thread))
                 here = self._waiting[key]
                 while all(here[member] for member in members):
@@ -128,7 +127,9 @@ class _Replay:
         text = "ranks wait for each other, or for one that has ended"
         return Disagreement(text, stuck + ended)
 
-    def _key(self, call: Call, rank: int) -> tuple[tuple[object, ...], tuple[int, ...]]:
+    def _meeting(self, call: Call, rank: int) -> tuple[tuple[object, ...], tuple[int, ...]]:
+        """(what calls that meet have in common, the ranks that meet). A send meets the receive of
+        the same message; a collective, those of the other ranks of its group in its queue."""
         if call.operation in ("send", "recv"):
             peer = self._classes.of(call.peer)
             ends = (rank, peer) if call.operation == "send" else (peer, rank)
@@ -142,8 +143,7 @@ def _difference(places: Sequence[Place], classes: Classes) -> str | None:
     calls = [place.call for place in places if place.call is not None]
     first = calls[0]
     if first.operation in ("send", "recv"):
-        kinds = {call.operation for call in calls}
-        if len(kinds) < 2:
+        if len({call.operation for call in calls}) < 2:
             return f"two ranks {first.operation} to each other, and none does the opposite"
         if len({call.sizes for call in calls}) > 1:
             return "a message is not received as it is sent"

@@ -71,7 +71,7 @@ def _verified(config: Config, worker: Worker) -> str:
     mode, code = config.verify.name, outside_code(config)
     decision: dict[str, Any] = {}
     if worker.rank == 0:
-        decision["key"] = key = _key(config, code)
+        decision["key"] = key = _verdict_key(config, code)
         if any(path.exists() for path in _places(worker, key)):
             decision["note"] = "verified before"
         elif mode == "auto" and (reason := _too_much(config, worker)):
@@ -175,15 +175,15 @@ def _too_much(config: Config, worker: Worker) -> str:
     return f"one process would take {seconds:.0f} s" if seconds > LIMIT else ""
 
 
-def _key(config: Config, code: dict[str, str]) -> str:
-    """A hash of the user's code and of the keys that the verdict depends on."""
+def _verdict_key(config: Config, code: dict[str, str]) -> str:
+    """A hash of what the verdict depends on: config keys, torch's version, and the sources of the
+    user's modules and of titanlike. code: config keys -> import paths (`outside_code`)."""
     plain = {name: value for name, value in to_plain(config).items() if name not in _OTHER_KEYS}
-    for name in ("lr", "weight_decay"):
+    for name in ("lr", "weight_decay"):  # these change no gradient, either
         plain["optimizer"].pop(name, None)
     build_model(resolve_model(config))  # imports its modules
-    digest = hashlib.sha256(files.dumps(plain).encode())
-    for text in (torch.__version__, str(config.verify.steps)):
-        digest.update(text.encode())
+    texts = files.dumps(plain), torch.__version__, str(config.verify.steps)
+    digest = hashlib.sha256("".join(texts).encode())
     sources = Path(titanlike.__file__).parent.rglob("*.py")
     for path in (*sorted(_sources(code)), *sorted(sources)):
         digest.update(path.read_bytes())

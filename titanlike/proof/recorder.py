@@ -167,9 +167,7 @@ class Recorder(Transform):
         """
         path = folder / TENSORS  # written by rank 0
         reference = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-        order: dict[Place, int] = {}
-        for place, _ in reference:
-            order.setdefault(place, len(order))
+        order = {place: i for i, place in enumerate(dict.fromkeys(place for place, _ in reference))}
         parts, self.compared_tensors = _Parts(run, config, self._bits), 0
         wrongs: list[tuple[Wrong, Tensor, Tensor]] = []
         before = 0.0
@@ -249,10 +247,10 @@ class Recorder(Transform):
         for name in (place.name for place, _ in reference if place.phase == "share"):
             of = {rank: p[name] for rank, p in enumerate(every) if name in p}
             if of and name not in result:
-                squares, products, norm, texts = zip(*of.values(), strict=True)
+                grams, products, squares, texts = zip(*of.values(), strict=True)
                 lines = [f"rank {rank}: {text}" for rank, text in zip(of, texts, strict=True)]
-                counted = _counted(sum(squares), sum(products), sum(norm), config)
-                result[name] = counted or What("; ".join(lines[:4]))
+                found = _multiples_of_shares(sum(grams), sum(products), sum(squares), config)
+                result[name] = found or What("; ".join(lines[:4]))
         return result
 
 
@@ -401,19 +399,22 @@ def times(factor: float, config: Config) -> What:
     return What(next(near, ""), factor)
 
 
-def _counted(squares: Any, products: Any, norm: Any, config: Config) -> What | None:
-    """A gradient as a least-squares combination of microbatch shares; None = it is none."""
-    shares = torch.linalg.lstsq(squares, products[:, None], driver="gelsd").solution.flatten()
-    if norm - shares @ products > _SAME**2 * norm:
+def _multiples_of_shares(gram: Any, products: Any, square: Any, config: Config) -> What | None:
+    """How often the share of each microbatch is in a gradient; None if the gradient is no sum of
+    multiples of shares. Dot products, fp64: gram [dp * microbatches, dp * microbatches] of the
+    shares, products [dp * microbatches] of shares and gradient, square [] of the gradient."""
+    # least squares by gelsd, as shares may depend linearly on each other
+    multiples = torch.linalg.lstsq(gram, products[:, None], driver="gelsd").solution.flatten()
+    if square - multiples @ products > _SAME**2 * square:  # the square of the remainder
         return None
-    if shares.max() - shares.min() < 1e-2 * shares.abs().max() or not norm:
-        return times(shares.mean().item(), config)
+    if multiples.max() - multiples.min() < 1e-2 * multiples.abs().max() or not square:
+        return times(multiples.mean().item(), config)
     texts = []
-    for rank, row in enumerate(shares.view(config.dp, -1)):
+    for rank, row in enumerate(multiples.view(config.dp, -1)):
         of, alike = f"dp rank {rank}", config.dp > 1 and row.max() - row.min() < 1e-2
-        for index, value in enumerate(row[:1] if alike else row):
-            how = "missing" if abs(value) < 1e-2 else f"in it {value.item():.3g} times"
-            if abs(value - 1) > 1e-2:
-                name = of if alike else f"microbatch {index} of {of}"
+        for microbatch, multiple in enumerate(row[:1] if alike else row):
+            how = "missing" if abs(multiple) < 1e-2 else f"in it {multiple.item():.3g} times"
+            if abs(multiple - 1) > 1e-2:
+                name = of if alike else f"microbatch {microbatch} of {of}"
                 texts.append(f"the share of {name} is {how}")
     return What("; ".join(texts[:4]))

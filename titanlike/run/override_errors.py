@@ -100,21 +100,21 @@ class Advice:
         return Problem(group, choices, "one choice must be given", fix or self.default(group))
 
     def invalid_override(self, words: InvalidOverride) -> Problem:
-        """Return the problem of words that do not have the form key=value."""
+        """Return the problem of words that do not have the form key=value: those of a choice
+        (`adamw`), of a section (`optimizer 3`), of a key (`--steps 3`), or of an unknown key."""
         reason, key, value = "a setting is written key=value", words.key, words.value
         for group, choices in self.choices.items():
-            if key in choices and value == "true":
+            if key in choices and value == "true":  # no value was given
                 return Problem(words.typed, "", reason, f"{group}={key}")
         below = [name for name in self.known if name.startswith(f"{key}.")]
         if below and key not in self.choices:
             return Problem(words.typed, "", f"has keys below it: {', '.join(below)}")
-        if own := self.fitting(f"{key}={value}"):
-            return Problem(words.typed, "", reason, own)
+        if setting := self.fitting(f"{key}={value}"):
+            return Problem(words.typed, "", reason, setting)
         fix, note = self.for_unknown(key, value)
-        if note or not fix:
-            reason = "no such key" if not note or not fix else note
-            fix = fix or note or _HELP
-        return Problem(words.typed, "", reason, fix)
+        if fix:
+            return Problem(words.typed, "", note or reason, fix)
+        return Problem(words.typed, "", "no such key", note or _HELP)
 
     def removed(self, key: str) -> Problem:
         """Return the problem of `~key`."""

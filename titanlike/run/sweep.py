@@ -399,8 +399,8 @@ def sweep_lines(
 
 
 def _columns(rows: Sequence[JobRow], value: str) -> tuple[list[str], list[list[str]]]:
-    """Return the headers, and each job's cells: what differs between jobs, and what was measured
-    of any."""
+    """Return the headers, and each job's cells: overrides that differ between jobs, and numbers that
+    any has. value: the objective's name; a metric of the user's (not in OBJECTIVES) is shown."""
     columns = [("job", [str(row.number) for row in rows])]
     settings = [{key_of(text): text.partition("=")[2] for text in row.overrides} for row in rows]
     for key in dict.fromkeys(key for values in settings for key in values):

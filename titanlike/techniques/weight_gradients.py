@@ -139,12 +139,12 @@ def owner_of(layer: nn.Module) -> DeferredWeightGradients | None:
     return vars(layer).get(_OWNER)
 
 
-def trained(layer: nn.Linear, input: Tensor) -> bool:
-    """Whether a call computes gradients of the layer's parameters as they are: not frozen, not
-    computed from others, not cast by autocast."""
+def needs_weight_gradients(layer: nn.Linear, input: Tensor) -> bool:
+    """Whether the backward of a call gives the layer's own parameters their gradients: they are not
+    frozen, not computed from others (parametrizations), and not cast by autocast."""
     weights = [layer.weight] if _bias(layer) is None else [layer.weight, layer.bias]
     kind = input.device.type
-    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # raises for meta
     plain = all(isinstance(p, nn.Parameter) and p.requires_grad for p in weights)
     return plain and not autocast and torch.is_grad_enabled()
 
@@ -152,7 +152,7 @@ def trained(layer: nn.Linear, input: Tensor) -> bool:
 def linear(module: nn.Linear, input: Tensor) -> Tensor:
     """The forward of a linear layer whose weight gradient may be deferred."""
     weight, bias = module.weight, _bias(module)
-    if not hasattr(module, _OWNER) or not trained(module, input):
+    if not hasattr(module, _OWNER) or not needs_weight_gradients(module, input):
         return F.linear(input, weight, bias)
     if torch.compiler.is_compiling():
         if weight.numel() == 0:  # without an address

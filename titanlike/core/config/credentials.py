@@ -115,10 +115,10 @@ def _names_secret(key: str, value: Any) -> bool:
 
 
 def _environment_secrets() -> list[tuple[str, str]]:
-    """Return (name, value) of secret environment variables, longest value first, except common
-    words (1, true) and paths."""
+    """Return (name, value) of secret environment variables, except common words (1, true) and
+    paths. The longest value comes first: it may contain another, and is redacted as a whole."""
     secrets = []
-    for name in [name for name in os.environ if is_secret_name(name, True)]:
+    for name in [name for name in os.environ if is_secret_name(name, environment=True)]:
         value = os.environ.get(name, "").strip()
         if len(value) >= _MIN_LENGTH and value.lower() not in _SETTINGS and not _is_path(value):
             secrets.append((name, value))

@@ -228,8 +228,8 @@ class Config:
         if self.max_tokens is None:
             return self.steps
         steps, left = 0, self.max_tokens
-        for some, size, length in self.ramp_stages():
-            more = min(some, -(-left // (size * length)))
+        for stage_steps, size, length in self.ramp_stages():
+            more = min(stage_steps, -(-left // (size * length)))
             steps, left = steps + more, left - more * size * length
             if left <= 0:
                 break
@@ -249,17 +249,17 @@ class Config:
     def tokens(self, steps: int) -> int:
         """Return the number of tokens in the first `steps` steps, padding included."""
         total = 0
-        for some, size, length in self.ramp_stages():
-            total += min(steps, some) * size * length
-            steps = max(0, steps - some)
+        for stage_steps, size, length in self.ramp_stages():
+            total += min(steps, stage_steps) * size * length
+            steps = max(0, steps - stage_steps)
         return total
 
     def batch_shape(self, step: int) -> tuple[int, int]:
         """Return (sequences, tokens per sequence) of the global batch of a step, counted from 1."""
-        for some, size, length in self.ramp_stages():
-            if step <= some:
+        for stage_steps, size, length in self.ramp_stages():
+            if step <= stage_steps:
                 return size, length
-            step -= some
+            step -= stage_steps
         raise AssertionError("the last stage has no end")
 
     @property

@@ -226,7 +226,7 @@ class _Interceptor(TorchFunctionMode):
             if isinstance(kwargs.get("generator"), torch.Generator):
                 once = "draws from a torch.Generator of its own, which goes on the second time"
                 call.node.once = once
-            return self._inside(call, function, name, args, kwargs)
+            return self._run_in_unit(call, function, name, args, kwargs)
         if name in _READS_VALUES:
             value = self.builder.constant(args[0], self._buffers)
             if value is not None:  # depends only on sizes and buffers: the same in each step
@@ -249,12 +249,12 @@ class _Interceptor(TorchFunctionMode):
             self.builder.add_call(node, result)
         return result
 
-    def _inside(self, call: _Call, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _run_in_unit(self, call: _Call, function: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run a torch function that a unit calls, and check which tensors it uses."""
-        if call.on_cpu:
+        if call.on_cpu:  # by `run_on_cpu`: tensors that the graph does not know
             return function(*args, **kwargs)
-        if torch.is_autocast_enabled(self._device.type) and name != "__get__":
-            raise NotImplementedError("meta tensors have no autocast")
+        if torch.is_autocast_enabled(self._device.type) and name != "__get__":  # an attribute
+            raise NotImplementedError("meta tensors have no autocast")  # so it runs on the CPU
         used = tensors(*args, *kwargs.values())
         self.builder.check_used(call.name, used)
         if name in _PRODUCTS and len(dtypes := {tensor.dtype for tensor in used}) > 1:

@@ -28,20 +28,10 @@ Function = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 _TOKENS = 8  # sequence length with which a function is tried
 _CLOSE = 1e-3
 _NAME = re.compile(r"(?!val_)[A-Za-z]\w*(?<!_seconds)(?<!_bytes)(?<!_per_second)")
-# names of a step's other metrics
-_TAKEN = {
-    "step",
-    "loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "samples",
-    "time",
-    "mfu",
-    "skipped",
-    "digest",
+_TAKEN = {  # names of a step's other metrics
+    *("step", "loss", "grad_norm", "lr", "tokens", "samples", "time", "mfu", "skipped", "digest"),
+    *("microbatch_losses", "busiest_expert", "idlest_expert", "dropped", "busiest_rank"),
 }
-_TAKEN |= {"microbatch_losses", "busiest_expert", "idlest_expert", "dropped", "busiest_rank"}
 
 
 def functions_of(config: Config) -> dict[str, Function]:
@@ -82,15 +72,21 @@ class CustomMetrics:
         self._found = []
 
     def watch(self, output: Any, targets: Tensor) -> None:
+        """Between `begin` and `take`, add the sums and counts of a microbatch, or a chunk of it: an
+        fp32 vector [2 * metrics], the sums first.
+
+        output: what the model returns; with tensor parallelism its logits are this rank's shard
+        [..., vocabulary / tp], and functions get the full ones; targets [B, T].
+        """
         if self._found is None:
             return
         with torch.no_grad():
             output = tree_map(output, lambda x: x.detach() if isinstance(x, Tensor) else x)
             if self._tp is not None:
-                part = logits_of(output)
-                full = self._tp.logits(part)
-                output = tree_map(output, lambda x: full if x is part else x)
-            if isinstance(output, Tensor):  # only the next token's logits
+                shard = logits_of(output)
+                full = self._tp.logits(shard)
+                output = tree_map(output, lambda x: full if x is shard else x)
+            if isinstance(output, Tensor):  # without the logits of multi-token prediction
                 (output, targets, _), *_ = self._loss.predictions(output, targets)
             pairs = [_numbers(function, output, targets) for function in self._functions]
             self._found.append(torch.stack(pairs, 1).flatten().float())

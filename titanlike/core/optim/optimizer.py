@@ -40,7 +40,7 @@ def build_optimizers(
     model: the full model, may be on meta; placements: of tensor-parallel parameters; group: the
     ranks that share parameters, None = FSDP's.
     """
-    optimizers = _by_kind(parameters, model, config, placements, group)
+    optimizers = _build_by_kind(parameters, model, config, placements, group)
     if config.ema.decay is not None:
         from titanlike.techniques.ema import keep_average
 
@@ -49,36 +49,22 @@ def build_optimizers(
     return optimizers
 
 
-def _by_kind(
+def _build_by_kind(
     parameters: Mapping[str, nn.Parameter],
     model: nn.Module,
     config: Config,
     placements: Mapping[str, Placement] | None,
     group: dist.ProcessGroup | None,
 ) -> list[torch.optim.Optimizer]:
-    choice = config.optimizer
-    # matrices first
-    matrices = matrices_of(model)
-    ordered = sorted(parameters.items(), key=lambda item: item[0] not in matrices)
+    """One optimizer for each kind that updates parameters here, or the custom one."""
+    choice, matrix_names = config.optimizer, matrices_of(model)
+    matrices = {name: p for name, p in parameters.items() if name in matrix_names}
+    vectors = {name: p for name, p in parameters.items() if name not in matrix_names}
     if isinstance(choice, CustomOptimizer):
         from titanlike.core.optim.custom import custom_optimizer
 
-        both: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-        for name, parameter in ordered:
-            both[name not in matrices].append(parameter)
-        return [custom_optimizer(choice, *both, config.exact)]
-    hidden = hidden_matrices(model, choice)
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for name, parameter in ordered:
-        update = parameter_update(name, name in matrices, choice, name in hidden)
-        kind_groups = groups.setdefault(update.name, [])
-        options = {key: getattr(update, key) for key in update.group_keys}
-        options = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
-        options |= {"initial_lr": update.lr, "weight_decay": update.weight_decay}  # lr: the peak
-        alike = (g for g in kind_groups if all(g[key] == value for key, value in options.items()))
-        if (matching := next(alike, None)) is None:
-            kind_groups.append(matching := {"params": [], **options})
-        matching["params"].append(parameter)
+        return [custom_optimizer(choice, [*matrices.values()], [*vectors.values()], config.exact)]
+    groups = _param_groups(matrices | vectors, model, choice)
     if not groups:  # a stage without parameters
         groups = {choice.other_kind or choice.name: [{"params": []}]}
     placed = (placements or {}).items()
@@ -90,11 +76,27 @@ def _by_kind(
     )
     kinds = {kind: choice.of_kind(kind) for kind in groups}
     # optimizers that communicate come first
-    first = sorted(kinds, key=lambda kind: not kinds[kind].whole_matrices)
-    return [
-        import_object(kinds[kind].implementation)(groups[kind], kinds[kind], context)
-        for kind in first
-    ]
+    ordered = sorted(kinds.items(), key=lambda item: not item[1].whole_matrices)
+    return [import_object(of.implementation)(groups[kind], of, context) for kind, of in ordered]
+
+
+def _param_groups(
+    parameters: Mapping[str, nn.Parameter], model: nn.Module, choice: Optimizer
+) -> dict[str, list[dict[str, Any]]]:
+    """Kind of optimizer -> its `param_groups`, each of the parameters with the same options."""
+    matrices, hidden = matrices_of(model), hidden_matrices(model, choice)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for name, parameter in parameters.items():
+        update = parameter_update(name, name in matrices, choice, name in hidden)
+        kind_groups = groups.setdefault(update.name, [])
+        options = {key: getattr(update, key) for key in update.group_keys}
+        options = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+        options |= {"initial_lr": update.lr, "weight_decay": update.weight_decay}  # lr: the peak
+        alike = (g for g in kind_groups if all(g[key] == value for key, value in options.items()))
+        if (matching := next(alike, None)) is None:
+            kind_groups.append(matching := {"params": [], **options})
+        matching["params"].append(parameter)
+    return groups
 
 
 def parameter_update(name: str, matrix: bool, choice: Optimizer, hidden: bool) -> Optimizer:

@@ -135,13 +135,14 @@ class Pipeline:
         return self.sum_loss(loss, torch.zeros(0))[0], count
 
     def used_fields(self) -> set[str]:
-        """Batch fields that this rank's stages read, for batches shaped as in the plan."""
-        used, graph = {n for each in self._transforms for n in each.reads}, self._planned.graph
-        for index in self._stages:
-            used |= {"inputs"} if index == 0 else set()
-            used |= {"targets"} if index == self._planned.order.stages - 1 else set()
-            for training in (True, False):
-                used |= graph.graphs(graph.fields, training)[index].fields
+        """Names of fields that this rank's stages and transforms read in batches as in the plan."""
+        planned, model_graph = self._planned, self._planned.graph
+        used = {name for transform in self._transforms for name in transform.reads}
+        read_by = {"inputs": 0, "targets": planned.order.stages - 1}  # the loss needs targets
+        used |= {name for name, stage in read_by.items() if stage in self._stages}
+        for training in (True, False):
+            stage_graphs = model_graph.graphs(model_graph.fields, training)
+            used.update(*(stage_graphs[stage].fields for stage in self._stages))
         return used
 
     def forward_backward(self, batch: Batch, each: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -373,9 +374,8 @@ class Pipeline:
         if self._is_loop(order):
             return MicrobatchLoop(order, self._stages[0], loss_of, sorted(used), begin_microbatch)
         inputs = fields["inputs"]
-        first = torch.empty(
-            (graph.microbatch_size, *inputs.shape), dtype=inputs.dtype, device="meta"
-        )
+        shape = graph.microbatch_size, *inputs.shape
+        first = torch.empty(shape, dtype=inputs.dtype, device="meta")
         return self._torch_runtime(order, training, loss_of, used, first, begin_microbatch)
 
     def _is_loop(self, order: Order) -> bool:

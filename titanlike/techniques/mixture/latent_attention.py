@@ -57,7 +57,7 @@ class LatentAttention(nn.Module):
         latent, rotated = sizes.kv_lora_rank, sizes.qk_rope_head_dim
         self.kv_a_proj_with_mqa = nn.Linear(hidden_size, latent + rotated, bias=False)
         self.kv_a_layernorm = RMSNorm(latent, _EPS)
-        self.rotated_key = nn.Identity()  # shared by the heads
+        self.shared_k_rope = nn.Identity()  # shared by the heads: tensor parallelism gathers it
         head_features = sizes.qk_nope_head_dim + sizes.v_head_dim
         self.kv_b_proj = nn.Linear(latent, heads * head_features, bias=False)
         self.o_proj = nn.Linear(self.widths[1], hidden_size, bias=False)
@@ -65,45 +65,44 @@ class LatentAttention(nn.Module):
     def forward(
         self, x: Tensor, table: Tensor, mask: Mask, cache: KeyValueCache | None = None
     ) -> Tensor:
-        sizes = self.sizes
-        if sizes.q_lora_rank is None:
+        """table: see `rotate`; cache: earlier tokens' latents and keys, see `_with_cache`."""
+        nope, rope = self.sizes.qk_nope_head_dim, self.sizes.qk_rope_head_dim
+        if self.sizes.q_lora_rank is None:
             q = self.q_proj(x)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.unflatten(-1, (-1, self.key_width)).transpose(1, 2)  # [B, H, T, N + R]
-        q, turned = q.split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], -1)
-        latent, key = self.kv_a_proj_with_mqa(x).split(
-            [sizes.kv_lora_rank, sizes.qk_rope_head_dim], -1
-        )
+        q_nope, q_rope = q.split([nope, rope], -1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.sizes.kv_lora_rank, rope], -1)
         latent = self.kv_a_layernorm(latent)  # [B, T, C]
-        key = self.rotated_key(key).unsqueeze(1)  # [B, 1, T, R]
-        turned, key = rotate(table, self._halves(turned), self._halves(key))
+        k_rope = self.shared_k_rope(k_rope).unsqueeze(1)  # [B, 1, T, R]
+        q_rope, k_rope = rotate(table, self._halves(q_rope), self._halves(k_rope))
         if cache is not None:
-            y = self._with_cache(q, turned, latent, key, mask, cache)
+            y = self._with_cache(q_nope, q_rope, latent, k_rope, mask, cache)
         else:
             k, v = self._split_heads(self.kv_b_proj(latent).unflatten(-1, (-1, self._of_head)), -1)
             k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, N], [B, H, T, E]
-            k = torch.cat([k, key.expand(-1, k.size(1), -1, -1)], -1)
-            y = attention(torch.cat([q, turned], -1), k, v, mask, scale=self.scale)
+            k = torch.cat([k, k_rope.expand(-1, k.size(1), -1, -1)], -1)
+            y = attention(torch.cat([q_nope, q_rope], -1), k, v, mask, scale=self.scale)
         return self.o_proj(y.transpose(1, 2).flatten(-2))  # [B, T, H * E] -> [B, T, D]
 
     def _with_cache(
         self,
-        q: Tensor,
-        turned: Tensor,
+        q_nope: Tensor,
+        q_rope: Tensor,
         latent: Tensor,
-        key: Tensor,
+        k_rope: Tensor,
         mask: Any,
         cache: KeyValueCache,
     ) -> Tensor:
         """Compute attention from cached latents, which serve all heads as keys and values: a head's
         up-projections are applied to its queries and its result instead."""
-        latent, key = cache.extend(self, latent.unsqueeze(1), key)  # [B, 1, S, C], [B, 1, S, R]
+        latent, k_rope = cache.extend(self, latent.unsqueeze(1), k_rope)  # [B, 1, S, C or R]
         key_weight, value_weight = self._split_heads(
             self.kv_b_proj.weight.unflatten(0, (-1, self._of_head)), 1
         )  # [H, N, C], [H, E, C]
-        q = torch.cat([q @ key_weight, turned], -1)  # [B, H, T, C + R]
-        y = attention(q, torch.cat([latent, key], -1), latent, mask, scale=self.scale)
+        q = torch.cat([q_nope @ key_weight, q_rope], -1)  # [B, H, T, C + R]
+        y = attention(q, torch.cat([latent, k_rope], -1), latent, mask, scale=self.scale)
         return y @ value_weight.mT  # [B, H, T, C] -> [B, H, T, E]
 
     @property
@@ -127,7 +126,7 @@ class LatentAttention(nn.Module):
         return queries | {
             "kv_a_proj_with_mqa": "sequence",
             "kv_a_layernorm": "sequence",
-            "rotated_key": "gather",
+            "shared_k_rope": "gather",
             "kv_b_proj": {"colwise": self._of_head},
             "o_proj": "rowwise",
         }

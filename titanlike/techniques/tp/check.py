@@ -143,7 +143,7 @@ def unnamed(model: nn.Module, modules: Mapping[str, Entry], style: str) -> list[
     for holder in {n.rpartition(".")[0] for n, entry in modules.items() if entry.style in _PARTS}:
         beside = [n for n, entry in modules.items() if n.rpartition(".")[0] == holder]
         others = " and ".join(name.rpartition(".")[2] for name in beside[:2])
-        for name, module in _leaves(model.get_submodule(holder), holder):
+        for name, module in _leaf_children(model.get_submodule(holder), holder):
             if next(module.parameters(recurse=False), None) is None or _named(name, modules):
                 continue
             reason = (
@@ -153,12 +153,12 @@ def unnamed(model: nn.Module, modules: Mapping[str, Entry], style: str) -> list[
     return list(mistakes.values())
 
 
-def _leaves(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in a module without children, its lists' included."""
+def _leaf_children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """(path, child) of the children of a module, and of its lists, that have no children."""
     for name, child in module.named_children():
         inner = f"{path}.{name}".lstrip(".")
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _leaves(child, inner)
+            yield from _leaf_children(child, inner)
         elif next(child.children(), None) is None:
             yield inner, child
 

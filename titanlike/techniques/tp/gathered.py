@@ -38,9 +38,9 @@ from titanlike.techniques.weight_gradients import (
     GATHER,
     Waiting,
     linear,
+    needs_weight_gradients,
     owner_of,
     sum_of_products,
-    trained,
 )
 
 _RESULTS = "tp_results"  # attribute of a gathered tensor: (ranks, version, result of each layer)
@@ -55,7 +55,8 @@ def share(layer: nn.Module, index: int, ranks: TensorRanks) -> None:
 
 def gather_for(ranks: TensorRanks, layers: Sequence[Any], x: Tensor) -> Tensor:
     """All-gather tokens; x [..., T, D] is this rank's shard; for these layers and any other use."""
-    layers = [layer for layer in layers if trained(layer, x) and not _gathered_in_float8(layer)]
+    layers = [layer for layer in layers if needs_weight_gradients(layer, x)]
+    layers = [layer for layer in layers if not _gathered_in_float8(layer)]
     waits = any(owner_of(layer) for layer in layers)
     if waits:  # float8 layers' weight gradients are not deferred
         layers = [layer for layer in layers if owner_of(layer)]
@@ -72,9 +73,8 @@ def gather_for(ranks: TensorRanks, layers: Sequence[Any], x: Tensor) -> Tensor:
     casts = [cast for _, *of_layer in scaled for cast in of_layer]
     kinds = tuple((scaling, len(of_layer)) for scaling, *of_layer in scaled)
     gathered, *results = _Gather.apply(x, ranks, owner, kinds, *parameters, *casts)
-    of_layers = {
-        getattr(layer, SHARES_GATHERED): y for layer, y in zip(layers, results, strict=True)
-    }
+    pairs = zip(layers, results, strict=True)
+    of_layers = {getattr(layer, SHARES_GATHERED): y for layer, y in pairs}
     setattr(gathered, _RESULTS, (ranks, gathered._version, of_layers))
     return gathered
 

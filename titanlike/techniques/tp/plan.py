@@ -126,8 +126,8 @@ def _positive(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def named(model: nn.Module, entries: list[Entry]) -> dict[str, Entry]:
-    """Map modules to entries. Raises ConfigError if a pattern matches none, or two match one."""
+def match_modules(model: nn.Module, entries: list[Entry]) -> dict[str, Entry]:
+    """Map module names to entries. Raises ConfigError if a pattern fits no name, or two fit one."""
     modules: dict[str, Entry] = {}
     problems, unmatched = [], {entry.pattern: entry for entry in entries}
     names = [name for name, _ in model.named_modules() if name]
@@ -140,8 +140,8 @@ def named(model: nn.Module, entries: list[Entry]) -> dict[str, Entry]:
                 problems.append(Problem(f"{KEY}.{entry.pattern}", entry.style, reason, fix))
             modules[name] = entry
     for pattern, entry in unmatched.items():
-        fix, near = f"a module's name, such as {names[0]}", nearest(pattern, names)
-        if near is not None:
+        fix = f"a module's name, such as {names[0]}"
+        if (near := nearest(pattern, names)) is not None:  # with * where the pattern has it
             pairs = zip_longest(near.split("."), pattern.split("."))
             words = ["*" if given == "*" else word for word, given in pairs if word is not None]
             fix = f"{KEY}.{'.'.join(words)}={entry.style}"

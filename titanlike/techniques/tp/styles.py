@@ -51,7 +51,7 @@ def shard_model(
 ) -> dict[str, Placement]:
     """Shard a model on meta in place; return the placement of each parameter, by its first name.
 
-    modules: see `plan.named`; whole_logits: the loss needs the full vocabulary. A model's method
+    modules: see `plan.match_modules`; whole_logits: the loss needs the full vocabulary. A model's method
     `tp_divided()` is called last. Raises ConfigError for what cannot be sharded, with a `tp` that
     can.
     """
@@ -77,8 +77,9 @@ class _Sharder:
     ) -> None:
         self._model, self._modules, self._ranks = model, modules, ranks
         self._whole_logits = whole_logits
-        self._cut: dict[int, tuple[nn.Parameter, nn.Parameter, Placement]] = {}  # full, shard
-        self._partial: dict[int, When] = {}  # of unsharded parameters
+        # by id of the full parameter: it, this rank's shard of it, and the shard's placement
+        self._sharded: dict[int, tuple[nn.Parameter, nn.Parameter, Placement]] = {}
+        self._partial: dict[int, When] = {}  # by id of an unsharded parameter: `Placement.partial`
         self._takers: dict[str, list[str]] = {}  # module that gathers -> linear layers in it
 
     def shard(self, name: str, entry: Entry) -> None:
@@ -124,13 +125,15 @@ class _Sharder:
             takers.append(name.removeprefix(path).removeprefix("."))
 
     def placements(self) -> dict[str, Placement]:
-        shard_placements = {id(part): placement for _, part, placement in self._cut.values()}
+        """Each parameter's placement, by its first name. Raises ConfigError if a module still has
+        the full weight that another, tied to it, has a shard of."""
+        by_shard = {id(shard): placement for _, shard, placement in self._sharded.values()}
         placements, problems = {}, []
         for name, parameter in self._model.named_parameters():
-            when: When = self._partial.get(id(parameter), "never")
-            whole = Placement(None, self._ranks.size, when)
-            placements[name] = shard_placements.get(id(parameter), whole)
-            if id(parameter) in self._cut:
+            partial_gradient: When = self._partial.get(id(parameter), "never")
+            replicated = Placement(None, self._ranks.size, partial_gradient)
+            placements[name] = by_shard.get(id(parameter), replicated)
+            if id(parameter) in self._sharded:
                 reason = f"{name} is tied to a weight that is divided"
                 fix = "an entry for both: an embedding and a head are vocab"
                 problems.append(Problem("model.tp_plan", "", reason, fix))
@@ -142,11 +145,11 @@ class _Sharder:
         """Replace a parameter by this rank's shard; tied ones share it."""
         whole = module._parameters[name]
         assert whole is not None
-        if id(whole) not in self._cut:
+        if id(whole) not in self._sharded:
             placement = Placement(part, copies, "always" if copies > 1 else "never")
             parameter = nn.Parameter(whole.new_empty(part.local_shape), whole.requires_grad)
-            self._cut[id(whole)] = whole, parameter, placement
-        _, parameter, placement = self._cut[id(whole)]
+            self._sharded[id(whole)] = whole, parameter, placement
+        _, parameter, placement = self._sharded[id(whole)]
         if placement.part != part:
             fix = "the same style for both: an embedding and a head are vocab"
             reason = "a weight is tied to another that is divided in another way"
@@ -158,10 +161,9 @@ class _Sharder:
         dim, _ = _feature_dims(module)
         rows = module.tp_rows = module.weight.shape[dim]
         ranges, copies = _ranges(entry, rows, self._ranks)
-        bias = getattr(module, "bias", None)
         self._take(module, "weight", Part(module.weight.shape, dim, ranges), copies)
         vars(module)[DIVIDED] = (self._ranks, None) if dim == 0 else (None, self._ranks)
-        if bias is not None:
+        if (bias := getattr(module, "bias", None)) is not None:
             self._take(module, "bias", Part(bias.shape, 0, ranges), copies)
         _set_features(module, ("out_features", "nf"), sum(stop - start for start, stop in ranges))
         return rows
@@ -173,8 +175,7 @@ class _Sharder:
         self._take(module, "weight", Part(module.weight.shape, dim, ((start, stop),)))
         vars(module)[DIVIDED] = (self._ranks, None) if dim == 0 else (None, self._ranks)
         _set_features(module, ("in_features", "nx"), stop - start)
-        bias = getattr(module, "bias", None)
-        if bias is not None:  # added to the sum, once
+        if (bias := getattr(module, "bias", None)) is not None:  # added to the sum, once
             self._partial[id(bias)] = "sequence"
             vars(module)[BIAS_LATER] = True
             if not in_float8(module):
@@ -185,8 +186,7 @@ class _Sharder:
         size = module.num_embeddings
         start, stop = self._ranks.part(size)
         self._take(module, "weight", Part(module.weight.shape, 0, ((start, stop),)))
-        padding = module.padding_idx
-        if padding is not None:
+        if (padding := module.padding_idx) is not None:
             module.padding_idx = padding - start if start <= padding < stop else None
         module.num_embeddings = stop - start
         patched: Any = module

@@ -31,7 +31,7 @@ from titanlike.core.torch_private.dtensor import local
 from titanlike.core.torch_private.tensors import copy_values
 from titanlike.techniques.tp.check import Draws, ForwardCheck, mixed_draws, plan_error, unnamed
 from titanlike.techniques.tp.operators import ShardingError
-from titanlike.techniques.tp.plan import Entry, named, parse_plan, written_plan
+from titanlike.techniques.tp.plan import Entry, match_modules, parse_plan, written_plan
 from titanlike.techniques.tp.ranks import TensorRanks
 from titanlike.techniques.tp.styles import shard_model
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class TensorSharding:
     """How a model is sharded; the same on every rank."""
 
-    modules: Mapping[str, Entry]  # see `plan.named`
+    modules: Mapping[str, Entry]  # see `plan.match_modules`
     sequence: bool  # activations between sharded layers are sharded along the sequence
     whole_logits: bool  # the loss needs the full vocabulary
     vocabulary: int | None  # size of the sharded vocabulary
@@ -78,9 +78,8 @@ class TensorParallel(Transform):
             self.unchecked = f"{what}: {sharding.unchecked}"
 
     def loss(self, device: torch.device | None = None) -> Loss:
-        size, divided = self.sharding.vocabulary, None
-        if size is not None:
-            divided = partial(divided_cross_entropy, size, self._ranks)
+        size = self.sharding.vocabulary
+        divided = None if size is None else partial(divided_cross_entropy, size, self._ranks)
         return build_loss(self._config.loss, device, divided)
 
     def recorded(self, graph: ModelGraph) -> None:
@@ -88,10 +87,11 @@ class TensorParallel(Transform):
         self._ranks.gathers_again = self.sharding.like.gathers_again
 
     def check(self, recorded: Recorded) -> None:
-        """Raise ConfigError if a rank's random numbers are drawn between the stages' modules."""
-        units = [f"{unit.name}." for unit in recorded.graph.units]
-        for name, parts in self.sharding.draws.items():
-            if True in parts and not any(f"{name}.".startswith(unit) for unit in units):
+        """Raise ConfigError if a module outside of all units draws random numbers for a shard: no
+        stage has that module, so `on_stage` cannot let each rank draw its own."""
+        units = tuple(f"{unit.name}." for unit in recorded.graph.units)
+        for name, for_shards in self.sharding.draws.items():
+            if True in for_shards and not f"{name}.".startswith(units):
                 where = "for a rank's part (dropout) between the modules of stages"
                 reason = f"draws random numbers {where}"
                 mistake = ShardingError(reason, style="nn.Dropout", module=name)
@@ -449,4 +449,4 @@ def tensor_plan(config: Config, model: nn.Module) -> dict[str, Entry]:
         reason = f"{name} has no tensor-parallel plan"
         fix = f"tp=1 dp={config.dp * config.tp}, or a plan (docs/tensor_parallel.md)"
         raise ConfigError([Problem("tp", config.tp, reason, fix)])
-    return named(model, parse_plan(plain))
+    return match_modules(model, parse_plan(plain))
