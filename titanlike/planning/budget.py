@@ -172,7 +172,7 @@ def draw_offers(found: Sequence[Offer], budget: Budget, path: Path) -> None:
         spread = [[days["p50"] - days["p10"]], [days["p90"] - days["p50"]]]
         axes.errorbar(days["p50"], offer.cost, xerr=spread, fmt="o", color=colour, capsize=4)
         text = f"{offer.gpus:,} x {offer.hardware}\n{mesh_text(offer.best.estimate)}"
-        where = {"textcoords": "offset points", "xytext": (6, 8), "fontsize": 8}
+        where: Any = {"textcoords": "offset points", "xytext": (6, 8), "fontsize": 8}
         axes.annotate(text, (days["p50"], offer.cost), **where)
     for limit, line in ((budget.days, axes.axvline), (budget.money, axes.axhline)):
         if limit is not None:

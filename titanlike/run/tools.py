@@ -75,11 +75,10 @@ def plan(argv: list[str]) -> int:
         key, reason = f"--picture {flags.picture}", "the picture's file must end in .svg or .png"
         problems.append(Problem(key, "", reason, "write --picture plan.svg"))
     devices = _devices(words) if mode == "search" else [words]
-    asked = [_read(words, mode, problems) for words in devices]
+    asked = [one for words in devices if (one := _read(words, mode, problems)) is not None]
+    if problems or len(asked) < len(devices):
+        return print_problems([*{str(problem): problem for problem in problems}.values()])
     environment = asked[0].environment
-    if problems:
-        found = {str(p): p for p in (problem.hiding(environment) for problem in problems)}
-        return print_problems([*found.values()])
     try:
         if mode == "search":
             return _search(asked, [*map(int, counts)], flags)
@@ -120,14 +119,14 @@ def _devices(words: list[str]) -> list[list[str]]:
     ]
 
 
-def _read(words: list[str], mode: str, problems: list[Problem]) -> _Asked:
+def _read(words: list[str], mode: str, problems: list[Problem]) -> _Asked | None:
     """Read the words of a plan on one device; adds to the problems what is wrong with them."""
-    terms, kind = None, None
-    if mode == "run":
-        from titanlike.planning.whole_run import RunTerms as kind
-    elif mode == "search":
-        from titanlike.planning.budget import Budget as kind
-    if kind is not None:
+    terms: Any = None
+    if mode:
+        from titanlike.planning.budget import Budget
+        from titanlike.planning.whole_run import RunTerms
+
+        kind = RunTerms if mode == "run" else Budget
         own = [word for word in words if word.partition("=")[0] in kind.__dataclass_fields__]
         words = [word for word in words if word not in own]
         given = dict[str, Any]()
@@ -139,13 +138,13 @@ def _read(words: list[str], mode: str, problems: list[Problem]) -> _Asked:
         terms = convert(kind, given, "", problems)
     checked, _ = _examined(words)
     config, found = _without_data(checked)
-    problems += found
     if checked.multirun:
         reason = "plans one layout, or searches for all of gpus=N"
-        problems.append(Problem("plan", "", f"{reason}; a sweep is for train.py"))
-    if config is not None and not problems:
-        problems += validate.problems(config)
-    return _Asked(config, words, terms, checked.environment)
+        found.append(Problem("plan", "", f"{reason}; a sweep is for train.py"))
+    if config is not None and not problems and not found:
+        found += validate.problems(config)
+    problems += [problem.hiding(checked.environment) for problem in found]
+    return None if config is None else _Asked(config, words, terms, checked.environment)
 
 
 def _search(asked: Sequence[_Asked], gpus: list[int], flags: argparse.Namespace) -> int:
