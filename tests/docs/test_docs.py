@@ -204,9 +204,8 @@ def test_users_import_from_titanlike_alone_and_one_page_lists_all_of_it() -> Non
 
 
 def test_generated_tables_match_the_code() -> None:
-    """If not: python docs/generate.py"""
     for page, text in PAGES.items():
-        assert generate.generated(text) == text, page
+        assert generate.generated(text) == text, f"{page}: run python docs/generate.py"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,8 +1,8 @@
 """Streams (`data=stream`): text is read, tokenized, packed and shuffled while training runs.
 
-A corpus is text, JSONL or Parquet files (divided among the readers by bytes), a streamed Hugging
-Face dataset (a folder, or a name on the hub), or a weighted mixture of these. Readers are defined
-in stream_source.py.
+A corpus is files (text and JSONL divided among the readers by bytes, tables whole), a streamed
+Hugging Face dataset (a folder, or a name on the hub), or a weighted mixture of these. Readers are
+defined in stream_source.py.
 """
 
 from __future__ import annotations

@@ -222,9 +222,13 @@ def _fill(
 ) -> None:
     """Load the checkpoint into a model whose parameters are on meta, a few rows at a time.
 
-    Raises ValueError, before allocating, if parameters are missing or differ in shape.
+    Raises ValueError, before allocating, if parameters are missing or differ in shape, or if the
+    checkpoint has more than the model, such as what a technique added: it would be left out.
     """
     entries = rows.entries(MODEL)
+    named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if unread := entries.keys() - named - {name for name, _ in model.named_buffers()}:
+        raise ValueError(f"{rows.folder} is of another model: it also has {min(unread)}")
     for name, parameter in model.named_parameters():
         has = tuple(entries[name].shape) if name in entries else "none"
         if has != tuple(parameter.shape):

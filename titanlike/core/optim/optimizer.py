@@ -173,16 +173,17 @@ def update_bytes(
     choice: Optimizer | CustomOptimizer, model: nn.Module
 ) -> dict[str, tuple[int, int]]:
     """Map each parameter to (bytes of optimizer state, bytes of memory traffic of an update), both
-    per element."""
-    names = [name for name, _ in model.named_parameters()]
+    per element; a frozen one has neither."""
+    none = {name: (0, 0) for name, p in model.named_parameters() if not p.requires_grad}
+    names = [name for name, _ in model.named_parameters() if name not in none]
     if isinstance(choice, CustomOptimizer):
         from titanlike.core.optim.custom import state_bytes
 
         state = state_bytes(choice)
-        return dict.fromkeys(names, (state, 12 + 2 * state))
+        return none | dict.fromkeys(names, (state, 12 + 2 * state))
     hidden, matrices = hidden_matrices(model, choice), matrices_of(model)
     updates = {n: parameter_update(n, n in matrices, choice, n in hidden) for n in names}
-    return {name: (update.state_bytes, update.touched_bytes) for name, update in updates.items()}
+    return none | {n: (each.state_bytes, each.touched_bytes) for n, each in updates.items()}
 
 
 def moment_bytes(choice: Optimizer | CustomOptimizer, model: nn.Module) -> dict[str, int]:
