@@ -20,7 +20,7 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers have the controller's
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchinductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
-CELLS = 4  # slow ones of a long list (families, command lines) that .ci/run takes
+CELLS = 2  # slow ones of a long list (families, command lines) that .ci/run takes
 TABLE = "tests/proof/test_layouts.py"  # whose slow cells are chosen by themselves
 LONGEST = ("test_the_main_job", "test_resume_runs_the_failed")  # with -m slow, and without
 
