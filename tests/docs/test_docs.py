@@ -18,7 +18,7 @@ from titanlike.core.config import validate
 from titanlike.core.config.overrides import in_full
 from titanlike.core.config.parse import parse
 from titanlike.core.config.schema import OPEN_GROUPS
-from titanlike.planning.whole_run import RunTerms
+from titanlike.planning.budget import Budget
 
 _spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
 generate = importlib.util.module_from_spec(_spec)
@@ -57,7 +57,7 @@ NOT_KEYS = {
 }
 NOT_KEYS |= {"validation.data.path"}  # of a section of data, whose keys are checked there
 NOT_KEYS |= {"temperature", "timeline"}  # of titanlike generate; short for timeline.enabled
-NOT_KEYS |= {*RunTerms.__dataclass_fields__}  # of titanlike plan run
+NOT_KEYS |= {*Budget.__dataclass_fields__}  # of titanlike plan run and search
 # the changelog says what to use instead
 NOT_KEYS |= {"sweep.submit", "sweep.wait", "sweep.share", "launch.elastic"}
 NOT_KEYS |= {"warn_zero_gradients", "optimizer.state_dtype", "verify.repro"}
