@@ -57,7 +57,7 @@ NOT_KEYS = {
 }
 NOT_KEYS |= {"validation.data.path"}  # of a section of data, whose keys are checked there
 NOT_KEYS |= {"temperature", "timeline"}  # of titanlike generate; short for timeline.enabled
-NOT_KEYS |= {*Budget.__dataclass_fields__}  # of titanlike plan run and search
+NOT_KEYS |= {"gpus", *Budget.__dataclass_fields__}  # of titanlike plan run and search
 # the changelog says what to use instead
 NOT_KEYS |= {"sweep.submit", "sweep.wait", "sweep.share", "launch.elastic"}
 NOT_KEYS |= {"warn_zero_gradients", "optimizer.state_dtype", "verify.repro"}
