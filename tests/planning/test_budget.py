@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from titanlike.planning.budget import Budget
 from titanlike.planning.whole_run import DAY
 from titanlike.run import tools
 
@@ -76,13 +75,12 @@ def test_as_many_devices_are_tried_as_may_end_in_time(capsys) -> None:
         ("gpus=8,many", "gpus=many: must be a number of devices; write gpus=64"),
         ("gpus=8 tokens=1e12 mtbf=2s", "is so short that a run would fail over 10,000 times"),
         ("gpus=7 days=3", "no layout of 7 devices is valid"),
+        (
+            "hardware=h100_sxm,h200 price=1,2,3",
+            "price=1,2,3: must be one price, or one for each of",
+        ),
     ],
 )
 def test_mistakes_are_answered_with_values_that_work(capsys, words: str, said: str) -> None:
     code, _, errors = plan(capsys, *SEARCH, "hardware=h100_sxm", *words.split())
     assert code == 2 and said in errors, errors
-
-
-def test_a_budget_is_asked_for_by_the_length_of_a_run_or_its_limits() -> None:
-    assert Budget(tokens=1e9).given and Budget(days=3.0).given and Budget(money=1.0).given
-    assert not Budget(price=2.5).given

@@ -34,11 +34,6 @@ class Budget(RunTerms):
     days: float | None = key(None, "days that the run may take", gt=0, example=30)
     money: float | None = key(None, "money that it may cost, with price", gt=0, example=1e7)
 
-    @property
-    def given(self) -> bool:
-        """Whether a whole run is asked for, not a step alone."""
-        return any(value is not None for value in (self.tokens, self.days, self.money))
-
 
 @dataclass(frozen=True)
 class Offer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import shlex
@@ -74,7 +73,7 @@ def plan(argv: list[str]) -> int:
     if flags.picture is not None and flags.picture.suffix not in (".svg", ".png"):
         key, reason = f"--picture {flags.picture}", "the picture's file must end in .svg or .png"
         problems.append(Problem(key, "", reason, "write --picture plan.svg"))
-    devices = _devices(words) if mode == "search" else [words]
+    devices = _devices(words, problems) if mode == "search" else [words]
     asked = [one for words in devices if (one := _read(words, mode, problems)) is not None]
     if problems or len(asked) < len(devices):
         return print_problems([*{str(problem): problem for problem in problems}.values()])
@@ -100,12 +99,13 @@ class _Asked:
 
     config: Config
     words: list[str]
-    terms: Any  # RunTerms of a whole run, Budget of a search, None of a step
+    terms: Any  # RunTerms of a whole run, Budget of a search for one, None of a step
     environment: Mapping[str, str]  # whose values are not shown
 
 
-def _devices(words: list[str]) -> list[list[str]]:
-    """The words for each device of hardware=A,B, with its own of the prices, if there are several."""
+def _devices(words: list[str], problems: list[Problem]) -> list[list[str]]:
+    """The words for each device of hardware=A,B, with its own of the prices, if there are several;
+    adds to the problems if these are not as many."""
     named = [word for word in words if word.startswith("hardware=")][-1:]
     prices = [word for word in words if word.startswith("price=")][-1:]
     titles, costs = (("".join(each).partition("=")[2]).split(",") for each in (named, prices))
@@ -113,9 +113,12 @@ def _devices(words: list[str]) -> list[list[str]]:
         return [words]
     rest = [word for word in words if word not in (*named, *prices)]
     costs = costs * len(titles) if len(costs) == 1 else costs
+    if len(costs) != len(titles):
+        reason = f"must be one price, or one for each of {', '.join(titles)}"
+        problems.append(Problem("price", ",".join(costs), reason, f"price={costs[0]}"))
     return [
         [*rest, f"hardware={title}", *([f"price={cost}"] if cost else [])]
-        for title, cost in itertools.zip_longest(titles, costs, fillvalue="")
+        for title, cost in zip(titles, costs, strict=False)
     ]
 
 
@@ -135,7 +138,8 @@ def _read(words: list[str], mode: str, problems: list[Problem]) -> _Asked | None
             override = parse_override(word)
             swept = override is not None and override.is_sweep_override()
             given[name] = text if override is None or swept else override.value()
-        terms = convert(kind, given, "", problems)
+        if given or mode == "run":
+            terms = convert(kind, given, "", problems)
     checked, _ = _examined(words)
     config, found = _without_data(checked)
     if checked.multirun:
@@ -152,7 +156,7 @@ def _search(asked: Sequence[_Asked], gpus: list[int], flags: argparse.Namespace)
     run in time."""
     say = partial(print, file=sys.stderr, flush=True)
     first = asked[0]
-    if not first.terms.given and len(asked) == 1 and len(gpus) < 2:
+    if first.terms is None and len(asked) == 1 and len(gpus) < 2:
         from titanlike.planning.search import search, search_data, search_text
 
         devices = gpus[0] if gpus else first.config.world_size
@@ -160,15 +164,17 @@ def _search(asked: Sequence[_Asked], gpus: list[int], flags: argparse.Namespace)
         as_json = flags.json and json.dumps(search_data(layouts, flags.top))
         print(as_json or search_text(layouts, flags.top, _width()))
         return 0 if layouts.ranked else 1
-    from titanlike.planning.budget import draw_offers, offers, offers_text
+    from titanlike.planning.budget import Budget, draw_offers, offers, offers_text
 
-    found = offers([(each.config, each.words, each.terms) for each in asked], gpus, say)
+    budgets = [each.terms or Budget() for each in asked]
+    devices = [(each.config, each.words, own) for each, own in zip(asked, budgets, strict=True)]
+    found = offers(devices, gpus, say)
     if flags.json:
         print(json.dumps([offer.as_data() for offer in found]))
     else:
-        print(offers_text(found, first.terms, _width()))
+        print(offers_text(found, budgets[0], _width()))
     if flags.picture is not None:
-        draw_offers(found, first.terms, flags.picture)
+        draw_offers(found, budgets[0], flags.picture)
     return 0 if any(offer.within for offer in found) else 1
 
 
