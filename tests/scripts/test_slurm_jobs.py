@@ -299,7 +299,9 @@ def test_a_preempted_job_on_two_nodes_is_requeued_and_resumes(
 
 def test_srun_starts_each_rank_by_itself(cluster: Cluster, folder: Path) -> None:
     """Three ranks on two nodes, two on one and one on the other, in a run directory of the
-    user's."""
+    user's; rehearsed before."""
+    with (folder / "cluster.env").open("a") as env:
+        env.write("export REHEARSE=1\n")
     options = ("--nodes=2", "--ntasks=3")
     words = [*TINY, "dp=3", "batch_size=6", "steps=3", "run_dir=my runs/first"]
     job = cluster.submit("train_srun.sbatch", *words, options=options, cwd=folder)
@@ -307,6 +309,7 @@ def test_srun_starts_each_rank_by_itself(cluster: Cluster, folder: Path) -> None
     run_dir = folder / "my runs" / "first"
     assert steps(run_dir) == [1, 2, 3] and result(run_dir)["status"] == "completed"
     assert "ranks      2,1 a node, 3 in all, by srun" in log(folder)
+    assert log(folder).index("cannot hang: ") < log(folder).index("step")
     assert not (folder / "outputs").exists()
 
 

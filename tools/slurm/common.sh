@@ -61,12 +61,15 @@ find_run_dir() {
     esac
 }
 
-# check RANKS ARGS...: one process checks the config, for RANKS in all, before any node starts
+# check RANKS ARGS...: one process checks the config, for RANKS in all, before any node starts; with
+# REHEARSE=1 also that no rank can wait for another for ever
 check() {
     local ranks=$1 code=0
     shift
     WORLD_SIZE=$ranks python "${program[@]}" --check "$@" >/dev/null || code=$?
     [ "$code" = 0 ] || exit "$code"
+    [ -n "${REHEARSE:-}" ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || return 0
+    python -m titanlike rehearse "$@" || exit
 }
 
 # opening RANKS: the first lines of each start in the log. RANKS: per node
