@@ -395,7 +395,7 @@ class ChatTemplate:
             raise BadConversation(f"the chat template fails: {reason}") from None
         calls = [call for message in given for call in message.get("tool_calls") or ()]
         for name in (call.get("function", call).get("name", "") for call in calls):
-            if name not in text:
+            if str(name) not in text:
                 raise BadConversation(f"the chat template does not write the call of {name}")
         return text
 
@@ -454,6 +454,7 @@ class ChatTemplate:
         """Mark text that spells a special token, except in answers."""
         if isinstance(value, str):
             text = re.sub(f"[{_SPELLED}-{_ANSWER_END}]", "", value)
+            text = text.encode(errors="replace").decode()  # lone surrogates, as in `text_of`
             marked = f"{_SPELLED}\\g<0>{_SPELLED_END}"
             return text if answer else self._spelled.sub(marked, text)
         if isinstance(value, list | tuple):
