@@ -73,6 +73,10 @@ def test_as_many_devices_are_tried_as_may_end_in_time(capsys) -> None:
         ("days=30 money=1e6", "of a device and an hour is needed to tell what a run costs"),
         ("gpus=8,many", "gpus=many: must be a number of devices; write gpus=64"),
         ("gpus=8 tokens=1e12 mtbf=2s", "is so short that a run would fail over 10,000 times"),
+        (
+            "gpus=8 tokens=1e9 hardware.memory=1MiB",
+            "no layout fits into the memory of these devices",
+        ),
         ("gpus=7 days=3", "no layout of 7 devices is valid"),
         (
             "hardware=h100_sxm,h200 price=1,2,3",

@@ -86,8 +86,10 @@ def offers(
                 limits = ("days", budget.days), ("cost", budget.money)
                 within = all(run[name]["p90"] <= most for name, most in limits if most is not None)
                 found.append(Offer(count, hardware.name, ranked[0], run, within))
-    if refusal is not None and not found:
-        raise refusal
+    if not found:
+        reason = "no layout fits into the memory of these devices"
+        numbers = ",".join(map(str, gpus)) or None
+        raise refusal or ConfigError([Problem("gpus", numbers, reason, "more, or larger devices")])
     return sorted(found, key=lambda offer: (not offer.within, offer.cost))
 
 
@@ -105,7 +107,8 @@ def _counts(config: Config, budget: Budget) -> Iterator[int]:
     tokens = config.last_step * config.batch_size * config.seq_len
     if budget.tokens is not None:
         tokens = round(budget.tokens)
-    peak = max(hardware.bf16_flops, hardware.fp8_flops * (config.precision.name != "bf16"))
+    low = config.precision.name in ("float8", "mxfp8")
+    peak = max(hardware.bf16_flops, hardware.fp8_flops * low)
     node = hardware.devices_per_node
     least = tokens * per_token / (_BEST_MFU * peak * budget.days * DAY)
     first = node * 2 ** max(0, math.floor(math.log2(max(least, 1) / node)))

@@ -90,12 +90,8 @@ def planned_goodput(run_dir: Path) -> str:
         runs = simulate_runs(times, interval)
         alike = runs.failures == failures
         share = runs.goodput[alike].mean() if alike.any() else runs.goodput.mean()
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        ArithmeticError,
-    ):  # a damaged file, or failures that end no run
+    # a damaged file, or failures that end no run
+    except (LookupError, TypeError, ValueError, ArithmeticError):
         return ""
     many = f"{failures} failure{'s' * (failures > 1)}"
     return f"planned {share:.1%} with {many}, one in {units.duration(times.mtbf)}"

@@ -292,7 +292,8 @@ def memory_is_short(
         return False
     limit = memory()
     numel = sum(plan.stage_numel(stage) for stage in plan.order.local(mesh.pp_rank))
-    moments = min(moment_bytes(config.optimizer, plan.model_graph.model).values(), default=0)
+    each = moment_bytes(config.optimizer, plan.model_graph.model).values()
+    moments = min(filter(None, each), default=0)  # frozen parameters have none
     state = StateBytes.of(config, plan.zero, moments).whole * numel
     return limit is None or _FRAGMENTATION * state > limit
 
