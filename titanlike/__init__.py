@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from titanlike.core.config.errors import ConfigError as ConfigError
     from titanlike.core.data.sources import IGNORE as IGNORE
     from titanlike.core.data.sources import Data as Data
+    from titanlike.core.data.sources import Pad as Pad
+    from titanlike.core.data.sources import VariableLength as VariableLength
     from titanlike.core.models.attention import attention as attention
     from titanlike.core.models.documents import attention_inputs as attention_inputs
     from titanlike.core.pipeline.order import Action as Action
@@ -33,8 +35,10 @@ _ROOMS = {  # name -> the module that it is imported from, with its name there i
     "ConfigError": "core.config.errors",
     "Data": "core.data.sources",
     "Order": "core.pipeline.order",
+    "Pad": "core.data.sources",
     "StepOutput": "use.training_run",
     "TrainingRun": "use.training_run",
+    "VariableLength": "core.data.sources",
     "build": "library",
     "config": "library:compose",
     "open_data": "library",

@@ -103,8 +103,7 @@ def run(command: str | None = None) -> NoReturn:
 
 
 def run_as_process(call: Callable[[], object]) -> NoReturn:
-    """Run `call()`, which may call sys.exit, and exit without the interpreter's cleanup, which
-    takes a second."""
+    """Run `call()`, which may call sys.exit; exit without the interpreter's cleanup of a second."""
     code: ExitCode = 0
     try:
         call()

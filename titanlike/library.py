@@ -67,13 +67,11 @@ class Callback(Protocol):
         return
 
     def on_validation(self, step: int, val_loss: float) -> None:
-        """Called after validation, before the step's `on_step`. val_loss: nats per token, or in the
-        loss's unit."""
+        """Called before a validated step's `on_step`; val_loss: nats per token, or the loss's unit."""
         return
 
     def on_save(self, step: int, path: str) -> None:
-        """Called when a step's checkpoint is written; with an asynchronous `checkpoint.mode`, when
-        it is begun."""
+        """Called when a step's checkpoint is written, or begun by an asynchronous mode."""
         return
 
 
@@ -280,8 +278,7 @@ def _other_processes(config: Config, callbacks: Sequence[Callback]) -> Iterator[
 
 
 def _started() -> int | None:
-    """Return the number of ranks of the caller's process group, or of torchrun; None = only this
-    process."""
+    """Return the number of ranks of the caller's process group, or torchrun's; None = one."""
     if dist.is_initialized():
         return dist.get_world_size()
     size = int(os.environ.get("WORLD_SIZE", "1"))

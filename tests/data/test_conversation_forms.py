@@ -162,9 +162,8 @@ def test_a_tool_call_is_written_as_its_template_wants_it(tmp_path: Path) -> None
     )
     assert [*map(with_text_arguments, messages)][1] == CALLED[1]
     with pytest.raises(BadConversation, match="does not write the call of weather"):
-        ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", ByteTokenizer()).render(
-            messages
-        )
+        silent = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", ByteTokenizer())
+        silent.render([{"role": "user", "content": "the weather?"}, *messages[1:]])
     tools = conversation({"messages": CALLED, "tools": '[{"type": "function"}]'}, "messages")[2]
     assert tools == [{"type": "function"}]
 

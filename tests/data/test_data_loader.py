@@ -208,8 +208,7 @@ def test_a_numpy_file_is_read(tmp_path: Path) -> None:
 
 
 def test_python_itself_gives_batches_of_text(tmp_path: Path) -> None:
-    """The defaults: no file is named, nothing is downloaded, nothing of what was installed is
-    read."""
+    """The defaults: no file is named, nothing is downloaded, nothing that was installed is read."""
     files = find_files(None)
     assert files == find_files(None) == sorted(files)
     assert {"functools.py", "typing.py"} < {file.name for file in files}

@@ -153,9 +153,10 @@ def test_every_text_format_in_a_folder_is_read(kind: str, tmp_path: Path) -> Non
         key, nested = "content.text", [{"content": row, "id": 1} for row in rows]
         parquet.write_table(pyarrow.Table.from_pylist(nested), file.with_name("a.parquet"))
         file.with_name("b.jsonl").write_bytes(lines(nested))
+        file.with_name("c.json").write_text(json.dumps(nested))
         with pytest.raises(DataError, match="write data.text_key=content.text$"):
             list(documents(find_files(str(folder)), "text"))
-        texts = texts * 2
+        texts = texts * 3
     assert list(documents(find_files(str(folder)), key)) == texts
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, Subset, get_worker_info, random_split
+from torchdata.nodes import IterableWrapper, Mapper
 
 from support.cells import cells
 from support.models import tiny
@@ -108,14 +109,31 @@ def mapped(seq_len: int) -> Data:
     return Data(Mapped(seq_len, _any), Mapped(seq_len, _any, 16), 64, "")
 
 
+class Reusing:
+    """Has each sample in the memory of the one before."""
+
+    def __init__(self, seq_len: int) -> None:
+        self._memory = torch.zeros(seq_len, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._memory.copy_(sample(i, len(self._memory), 0)["inputs"])
+        return self._memory, self._memory
+
+
+def nodes_reusing(seq_len: int, reader: int, readers: int) -> Any:
+    return Mapper(IterableWrapper(range(reader, COUNT, readers)), Reusing(seq_len).__getitem__)
+
+
 def lengths(seq_len: int) -> Data:
     return replace(mapped(seq_len), variable=VariableLength(bucket=1, lengths=[seq_len] * COUNT))
 
 
 def shuffled_at_opening(seq_len: int) -> Any:
-    order = [*range(COUNT)]
-    random.shuffle(order)
-    return Mapped(seq_len, lambda i: order[i]), Mapped(seq_len, _any, 16)
+    every: Any = Subset(Mapped(seq_len, int, COUNT + 16), range(COUNT + 16))
+    return random_split(every, [COUNT, 16])
 
 
 def dividing(seq_len: int) -> Any:
@@ -144,10 +162,9 @@ def own_buffer(seq_len: int, reader: int, readers: int) -> Any:
 
 
 def nodes(seq_len: int, reader: int, readers: int) -> Any:
-    from torchdata.nodes import IterableWrapper as Wrapped
-    from torchdata.nodes import Mapper
-
-    return Mapper(Wrapped(range(reader, COUNT, readers)), lambda n: sample(n, seq_len, _any(n)))
+    return Mapper(
+        IterableWrapper(range(reader, COUNT, readers)), lambda n: sample(n, seq_len, _any(n))
+    )
 
 
 def hugging_face(seq_len: int) -> Any:
@@ -178,11 +195,10 @@ def read(source: Any, config: Config, start: int, steps: int, dp_rank: int = 0) 
 
 @pytest.mark.parametrize(
     "kind",
-    cells({kind: kind for kind in ("mapped", "own_buffer")}, {kind: kind for kind in KINDS}),
+    cells({k: k for k in ("mapped", "shuffled_at_opening", "own_buffer")}, {k: k for k in KINDS}),
 )
 def test_a_sample_draws_the_same_wherever_it_is_read(kind: str) -> None:
-    """In three epochs: on other ranks, by loader processes, and after a resume; and the process's
-    own generators draw what they would have."""
+    """In three epochs: on other ranks, by loader processes, after a resume; others draw as ever."""
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     own = drawn_by_all()
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
@@ -209,6 +225,14 @@ def test_a_sample_draws_the_same_wherever_it_is_read(kind: str) -> None:
             again.restore({name: saved[name] for name in wanted})
         for batch, found in zip(expected[start:], read(again, config, start, 5), strict=False):
             assert torch.equal(found, batch), f"resumed at {start}"
+
+
+@pytest.mark.parametrize("kind", ["Reusing", "nodes_reusing"])
+def test_samples_in_the_memory_of_those_before_are_all_read(kind: str) -> None:
+    config = of(kind)
+    rows = torch.cat(read(open_data(config).train, config, 0, 4))
+    assert torch.equal(rows[:, 1:], (rows[:, :-1] + 3) % 64)
+    assert rows[:, 0].unique().numel() == len(rows) == 32
 
 
 def test_validation_draws_the_same_each_time() -> None:

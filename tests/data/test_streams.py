@@ -37,6 +37,7 @@ from titanlike.core.data.registry import DataError, open_data
 from titanlike.core.data.registry import problems as data_problems
 from titanlike.core.data.sources import Data
 from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.formats.stream_nodes import Rows, parts_of
 
 
 def losses(config: Config, folder: Path) -> list[tuple[float, ...]]:
@@ -45,6 +46,21 @@ def losses(config: Config, folder: Path) -> list[tuple[float, ...]]:
     run_world(train_each, config, folder / "world", [replace(config, run_dir=str(folder))])
     rows = read_jsonl(folder / "metrics.jsonl")
     return [(row["loss"], row.get("val_loss", 0.0)) for row in rows if "loss" in row]
+
+
+def test_a_resume_within_a_line_over_several_parts_goes_on_in_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab" + "\u20acc\u00e9d" * 200_000 + "\nlast")
+    parts = parts_of([tmp_path / "a.txt"], 1)
+    node, rows, states = Rows(parts, "text", 0, 1, 0), list[str](), list[Any]()
+    node.reset()
+    for row in node:
+        rows.append(row.text)
+        states.append(node.state_dict())
+    assert len(parts) > 4 and len(rows) > 4
+    for number, state in enumerate(states, 1):
+        again = Rows(parts, "text", 0, 1, 0)
+        again.reset(state)
+        assert [row.text for row in again] == rows[number:], number
 
 
 LAYOUTS = meshes("dp=2", "pp=2 dp=2", "pp=3", "dp=4 workers=2", "tp=2", "cp=2")

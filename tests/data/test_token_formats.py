@@ -207,6 +207,7 @@ def test_a_file_that_holds_no_token_ids_is_refused(
     ("make", "fix"),
     [
         (lambda f: raw(f / "train.bin"), "data=tokens data.path="),
+        (lambda f: raw(f / "train.bin").parent, "data=tokens data.path="),
         (lambda f: megatron(f).with_suffix(".idx"), "data=tokens data.path="),
         (lambda f: tar(f / "a.tar").parent, "data=hf data.path=.* data.text_key=txt"),
         (lambda f: index(f / "mds", {"version": 2, "shards": []}), "StreamingDataset"),

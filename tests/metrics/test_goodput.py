@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from titanlike.core.config.files import dumps
 from titanlike.core.metrics.goodput import goodput, goodput_text
 from titanlike.core.metrics.run_files import STARTS
 from titanlike.core.metrics.sinks import JsonlSink
+from titanlike.planning.run_charts import planned_goodput
 
 
 def lines(path: Path, records: list[dict[str, Any]]) -> None:
@@ -45,6 +47,28 @@ def test_every_second_of_two_launches_is_accounted_once(tmp_path: Path) -> None:
     assert found["share"] == pytest.approx(12 / 54)
     text = goodput_text(found)
     assert text.startswith("22.2% of 54 s in new steps; start 27.8%, down 27.8%, redone 7.4%")
+
+
+def test_a_run_that_failed_once_is_shown_beside_its_plan(tmp_path: Path) -> None:
+    """It lost half of what it can lose between two saves, as is expected of a failure."""
+    before = [record(step, 110 + 2 * step) for step in range(1, 51)]
+    after = [record(step, 150 + 2 * step) for step in range(51, 101)]
+    lines(tmp_path / "metrics.jsonl", [*before, *after])
+    every = {"checkpoint": {"every": 10}, "steps": 100}
+    first = {"step": 0, "time": 110, "began": 100, "config": every}
+    lines(tmp_path / STARTS, [first, {"step": 50, "time": 250, "began": 240, "config": every}])
+    saved = {"event": "saved", "seconds": 0.0}
+    saves = [saved | {"time": r["time"], "step": r["step"]} for r in before + after]
+    redone = {"time": 250, "event": "redone", "step": 50, "steps": 5, "seconds": 10.0}
+    lines(tmp_path / "events.jsonl", [*saves[9::10], redone])
+    found = goodput(tmp_path)
+    assert found is not None and found["share"] == pytest.approx(200 / 250)
+    planned = re.fullmatch(
+        r"planned ([\d.]+)% with 1 failure, one in 3:50", planned_goodput(tmp_path)
+    )
+    assert planned is not None and float(planned[1]) == pytest.approx(80, abs=3)
+    lines(tmp_path / STARTS, [first])
+    assert planned_goodput(tmp_path) == ""
 
 
 @pytest.mark.parametrize("steps, down, total", [(2, 0.0, 11), (3, 1000.0, 1011)])

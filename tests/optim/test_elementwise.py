@@ -35,8 +35,7 @@ class SignedMean(Optimizer):
 
 
 def trained(weights: Tensor, gradients: list[Tensor], skipped: int = -1) -> list[Tensor]:
-    """Weights and running mean after a step on each gradient, clipped from twice as much; one step
-    is skipped."""
+    """Weights and running mean after steps on gradients, clipped from double; one is skipped."""
     parameter = nn.Parameter(weights.clone())
     groups = [{"params": [parameter], "weight_decay": 0.1, "betas": (0.8, 0.9)}]
     optimizer = Elementwise(groups, SignedMean(lr=0.01), OptimizerContext(exact=True))

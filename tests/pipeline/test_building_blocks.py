@@ -14,8 +14,7 @@ SIZES = [(p, m * p) for p in (2, 3, 4, 6, 8) for m in (1, 2, 4)]
 
 
 def measured(name: str, pp: int, microbatches: int) -> tuple[float, float]:
-    """Time steps of a rank that waits, in F of a whole rank, and the most microbatches in
-    flight."""
+    """Time steps that a rank waits, in F of a whole rank, and the most microbatches in flight."""
     order = check_order(SCHEDULES[name](pp, microbatches))
     # F, I and W take a step each
     simulation = simulate(order, equal_stages(order))

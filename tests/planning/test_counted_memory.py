@@ -88,8 +88,7 @@ def test_estimated_and_counted_memory_match_real_ranks(config: Config, tmp_path:
 @pytest.mark.slow
 @pytest.mark.grid
 def test_a_rank_takes_less_the_more_tensor_parallel_ranks_there_are(tmp_path: Path) -> None:
-    """Parameters, their state and activations are divided; norms and messages of exchanges are
-    not."""
+    """Parameters, state and activations are divided; norms and messages of exchanges are not."""
     names = ("1f1b, pp=1", "1f1b, pp=1 tp=2", "1f1b, pp=1 tp=4")
     one, two, four = (
         estimated_and_measured(memory_layouts.LAYOUTS[name], tmp_path / name)[1] for name in names

@@ -234,8 +234,7 @@ def test_a_long_step_goes_on_in_further_lines_of_a_picture(tmp_path: Path) -> No
 def test_a_search_finds_what_planning_each_layout_finds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a small space, by planning every layout in full. What all are judged by first is near
-    that."""
+    """Of a small space, by planning each layout in full, near what all are judged by first."""
     judged = []
 
     def judge(*args: Any) -> ScoredLayout:

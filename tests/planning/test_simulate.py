@@ -98,8 +98,7 @@ def test_gathers_reductions_and_updates_hold_up_their_rank() -> None:
 
 
 def test_communication_overlaps_with_compute() -> None:
-    """By hand: gathers of the unit that runs next, reductions of the one that has ended, in one
-    stream."""
+    """By hand: gathers of the next unit, reductions of the one that has ended, in one stream."""
     assert overlapped_seconds([2, 2], []) == 4
     assert overlapped_seconds([2, 2], [1, 3]) == 1 + 3 + 2  # the second unit waits for its own
     assert overlapped_seconds([5, 2], [1, 3]) == 7

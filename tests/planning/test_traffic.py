@@ -126,8 +126,7 @@ def test_a_plan_reports_the_memory_of_experts() -> None:
 
 @pytest.mark.slow
 def test_measured_collectives_count_inside_a_node_alone() -> None:
-    """A profile that was measured knows what collectives and FSDP reach, which is not what messages
-    do."""
+    """A measured profile knows what collectives and FSDP reach, which messages do not."""
     estimate = planned(*f"{WORDS} {SIZES} batch_size=64 dp=2 tp=2".split())
     config = estimate.config
     slow = replace(estimate.hardware, collective_bandwidth=1e9, gather_bandwidth=1e8)

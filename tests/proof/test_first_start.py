@@ -91,8 +91,7 @@ def test_custom_code_is_verified_once_for_each_layout_and_source(tmp_path: Path)
 def test_a_layout_that_trains_another_model_is_not_started(
     name: str, layout: str, tmp_path: Path
 ) -> None:
-    """What is mixed in the gradient alone, or behind a gate that is zero at first, no check
-    sees."""
+    """What is mixed in the gradient alone, or behind a gate that begins at 0, no check sees."""
     code, text = trained(name, layout, cwd=tmp_path)
     assert code == 2, text
     assert "in this layout it does not train as in one process: " in text or "mixes the" in text

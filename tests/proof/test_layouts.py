@@ -178,8 +178,7 @@ def test_a_wrong_gradient_of_a_later_step_is_not_taken_for_rounding(tmp_path: Pa
 def test_rounding_that_a_model_amplifies_from_step_to_step_is_no_fault(
     pp: int, tmp_path: Path
 ) -> None:
-    """With such a learning rate the loss is 1e6 after five steps, and its first digits are
-    chance."""
+    """With such a learning rate the loss is 1e6 after five steps, its first digits chance."""
     exploding = Sgd(lr=20.0, clip=None), ConstantLr(warmup=0)
     config = tiny(pp=pp, dp=2, optimizer=exploding[0], lr=exploding[1], verify=Verify(steps=5))
     assert_proven(config, tmp_path)
@@ -200,7 +199,7 @@ def test_a_wrong_gradient_is_named_in_low_precision_too(
     precision: Precision, fault: str, tmp_path: Path
 ) -> None:
     config = tiny(pp=2, dp=2 if fault == "dp rank" else 1, optimizer=Sgd(), precision=precision)
-    results = run_world(verify_with_a_fault, config, tmp_path, fault)
+    results = run_world(verify_with_a_fault, config, tmp_path, fault, timeout=PATIENCE)
     assert {result["exit_code"] for result in results} == {1}
     shown = (tmp_path / "rank0.out").read_text()
     assert re.search(r"gradient +model.layers.5.mlp.up_proj.weight .*DIFFERS", shown), shown

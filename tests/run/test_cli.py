@@ -153,8 +153,7 @@ def test_commands_that_start_nothing_leave_nothing(tmp_path: Path) -> None:
 def test_a_run_writes_to_hydras_folder_and_resumes_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a run of one process it listens on loopback alone: what the cluster has set is not
-    used."""
+    """As a run of one process it listens on loopback alone, whatever the cluster has set."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     words = ["schedule=interleaved1f1b", "hydra.run.dir=mine/at-${now:%H-%M-%S}"]
     done = command(*RUN, *words, "checkpoint.last=true", cwd=tmp_path)

@@ -60,8 +60,7 @@ def test_the_last_record_is_read_from_the_end_of_a_long_file(tmp_path):
 
 
 def test_a_run_without_a_complete_record_has_no_metrics(tmp_path):
-    """It is a row like others; a result that is torn, as a copy that broke off leaves it, is
-    none."""
+    """It is a row like others; a torn result, as of a copy that broke off, is none."""
     a_sweep(tmp_path, *([[]] * 4))
     for number, text in enumerate((b"", b"\n", b'{"step": 1, "lo', b"\xff\xfe\n[1]\n{}\n")):
         folder = tmp_path / str(number)

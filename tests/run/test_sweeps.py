@@ -192,8 +192,7 @@ def test_check_says_which_jobs_are_wrong_and_starts_nothing(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_search_of_trials_beats_the_default_and_outlives_failed_ones(tmp_path: Path) -> None:
-    """On the real text. hydra/launcher=basic runs the jobs in one process, which saves their
-    start."""
+    """On the real text. hydra/launcher=basic runs jobs in one process: one start for all."""
     words = [word for word in TINY if word not in ("data=synthetic", "checkpoint.every=0")]
     words += ["steps=20", "lr.warmup=2", "checkpoint.last=false", f"run_dir={tmp_path}/s"]
     search = [

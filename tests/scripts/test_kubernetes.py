@@ -236,8 +236,7 @@ def test_a_mistake_ends_the_job_before_anything_is_started(cluster: Cluster) -> 
 def test_a_run_whose_pod_is_evicted_resumes_without_gap_or_repeat(
     cluster: Cluster, kind: str
 ) -> None:
-    """One pod gets SIGTERM. All must fail for Kubernetes to start them again, and not one end
-    well."""
+    """One pod gets SIGTERM. All must fail for Kubernetes to start them again, none end well."""
     objects = cluster.manifest(kind, "dp=2", "steps=300", "checkpoint.every=1000")
     pods = cluster.start(objects)
     metrics = cluster.volume / "outputs/tiny/metrics.jsonl"

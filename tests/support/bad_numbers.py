@@ -12,8 +12,9 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from support.data import Dropping
 from titanlike.core.config.schema import Config
 from titanlike.core.data.order import shuffled_index
 from titanlike.core.data.sources import Data
@@ -68,14 +69,8 @@ def sample_of(config: Config, step: int, row: int = 0) -> int:
     return shuffled_index((step - 1) * config.batch_size + row, 1 << 40, config.seed)
 
 
-class Touchy(nn.Module):
+class Touchy(Dropping):
     """Blocks with a residual. POISON becomes NaN, LOUD a large activation."""
-
-    def __init__(self, *, vocab_size: int, dim: int, layers: int):
-        super().__init__()
-        self.embedding = nn.Embedding(vocab_size, dim)
-        self.layers = nn.ModuleDict({str(i): nn.Linear(dim, dim) for i in range(layers)})
-        self.head = nn.Linear(dim, vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None:
@@ -85,6 +80,3 @@ class Touchy(nn.Module):
         for layer in self.layers.values():
             x = x + torch.tanh(layer(x))
         return x if self.head is None else self.head(x)
-
-    def initial(self, name: str) -> tuple[float, float]:
-        return 0.0, 0.1

@@ -35,8 +35,7 @@ OBJECTS = ("barrier", "monitored_barrier", "all_gather_object", "broadcast_objec
 
 
 class Blocking:
-    """Within `counted`, `calls` gets each call that blocks, with the line of titanlike it is
-    from."""
+    """Within `counted`, `calls` gets each call that blocks, with titanlike's line it is from."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -34,8 +34,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """The working directory: what forged values name is there, and modules that tell on
-    themselves."""
+    """The working directory: what forged values name, and modules that tell on themselves."""
     folder = tmp_path / "outside"
     (folder / "checkpoints").mkdir(parents=True)
     for name in ("theirs", "hydra", "yaml", "triton", "kernels"):

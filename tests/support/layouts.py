@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from support.families import gpt2, hf, llama, moe
-from support.models import SCHEDULES, schedule_of, tiny
+from support.models import SCHEDULES, ZERO_BUBBLE, schedule_of, tiny
 from support.planned_models import PLAN
 from titanlike.core.config.groups.computation import (
     ActivationCheckpoint,
@@ -42,15 +42,6 @@ from titanlike.core.pipeline.from_config import microbatch_problem
 from titanlike.core.pipeline.schedules import LOOPED, V_SCHEDULES
 
 LAYERS = 4
-ZERO_BUBBLE = (
-    "interleavedzerobubble",
-    "zbh1",
-    "zbh2",
-    "vhalf",
-    "vmin",
-    "zbvzerobubble",
-    "dualpipev",
-)
 MODELS = {
     "llama": lambda: llama(num_hidden_layers=LAYERS),
     "llama tied": lambda: llama(num_hidden_layers=LAYERS, tie_word_embeddings=True),

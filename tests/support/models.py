@@ -14,11 +14,7 @@ from titanlike.core.config.groups.watching import NoLogger
 from titanlike.core.config.schema import Config
 from titanlike.core.pipeline.schedules import LOOPED, interleaved_1f1b
 
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved1f1b",
-    "loopedbfs",
+ZERO_BUBBLE = (
     "interleavedzerobubble",
     "zbh1",
     "zbh2",
@@ -26,8 +22,8 @@ SCHEDULES = (
     "vmin",
     "zbvzerobubble",
     "dualpipev",
-    "csv",
 )
+SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", *ZERO_BUBBLE, "csv")
 LLAMA = {
     "hidden_size": 32,
     "num_attention_heads": 4,

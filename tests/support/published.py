@@ -40,8 +40,7 @@ def published() -> dict[str, Any]:
 
 
 def small(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with small sizes; lengths are divided by 128, and ids of tokens fit the
-    vocabulary."""
+    """The config with small sizes; lengths are divided by 128, and ids fit the vocabulary."""
     out = {}
     for key, value in config.items():
         if isinstance(value, dict):

@@ -27,8 +27,7 @@ def varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """[B * T, H, E], [B * T, K, E] twice -> [B * T, H, E]; as the kernel it trusts its
-    arguments."""
+    """[B * T, H, E], [B * T, K, E] twice -> [B * T, H, E]; it trusts its arguments."""
     assert cu_seq_q is cu_seq_k and cu_seq_q.dtype == torch.int32 and window_size[1] == 0
     assert enable_gqa or query.size(1) == key.size(1)
     lengths = cu_seq_q.diff().tolist()
@@ -48,8 +47,7 @@ def varlen_attn(
 
 @contextmanager
 def as_on_a_gpu(*, kernel: bool = True) -> Iterator[None]:
-    """Within it, models take documents by offsets; `kernel`: varlen attention takes fp32 as
-    well."""
+    """Within it, models take documents by offsets; `kernel`: varlen attention takes fp32, too."""
     with (
         mock.patch.object(documents, "takes_documents", lambda ids: True),
         mock.patch.object(document_attention, "takes_offsets", lambda q, v: kernel),

@@ -67,6 +67,14 @@ class Scaling(Attention):
         return super().project(x.mul_(0.5))
 
 
+class Beside(Attention):
+    """Takes what was gathered for its layers itself, too, without a gradient; right."""
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        q, k, v = super().project(x)
+        return [q, k, v * x.detach().abs().mean(-1)[:, None, :, None]]
+
+
 class Ranked(Attention):
     """A bias for each head, counted from the first that there is."""
 

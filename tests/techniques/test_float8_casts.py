@@ -16,6 +16,7 @@ from support.cells import cells, slow
 from support.families import moe
 from support.models import tiny
 from support.world import run_world
+from support.wrong_plans import PLAN
 from titanlike.core.config.groups.computation import (
     ActivationCheckpoint,
     Float8Precision,
@@ -23,14 +24,20 @@ from titanlike.core.config.groups.computation import (
 )
 from titanlike.core.config.groups.jobs import Validation
 from titanlike.core.config.groups.pipeline import Schedule
+from titanlike.core.config.groups.user_code import Model
 from titanlike.core.config.schema import Config
 from titanlike.core.distributed.collectives import GroupInfo
 from titanlike.core.distributed.mesh import open_mesh
 from titanlike.core.distributed.placement import DIVIDED
 from titanlike.core.launch.worker import Worker
 from titanlike.core.metrics.sinks import read_jsonl
+from titanlike.core.models.llama import rotary_table
+from titanlike.core.models.registry import build_model, resolve_model
 from titanlike.core.training.loop import train
+from titanlike.core.training.train_plan import make_plan
 from titanlike.techniques.low_precision import float8
+from titanlike.techniques.low_precision.float8_linear import cast_weights
+from titanlike.techniques.tp import gathered
 
 FLOAT8 = Float8Precision(min_features=16)
 
@@ -69,6 +76,24 @@ def test_casting_weights_once_gives_the_losses_of_casting_in_each_matmul(
     once, each = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("once", "each"))
     for one, other in zip(once, each, strict=True):
         assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_layer_with_a_cast_weight_compiles_with_and_without_gradients(recipe: str) -> None:
+    """As in training and in validation: one that does not would leave its block uncompiled."""
+    config = tiny(layers=1, precision=replace(FLOAT8, recipe=recipe))
+    model = build_model(resolve_model(config), "cpu")
+    float8.use_float8(model, config, torch.device("cpu"))
+    layer: Any = model.get_submodule("model.layers.0.mlp.up_proj")
+    torch.manual_seed(0)
+    nn.init.normal_(layer.weight)
+    cast_weights([layer], None)
+    x = torch.randn(4, 16, 32)
+    torch._dynamo.reset()
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+            assert torch.equal(compiled(x), layer(x))
 
 
 EXPERTS_ONCE = {"zero 3, recomputed": {"dp": 2, "fsdp": Fsdp(3), "activation_checkpoint": FULL}}
@@ -124,7 +149,7 @@ def counting_casts(config: Config, worker: Worker, once: bool, of: str = "linear
 
     def counting(x: Tensor, kind: torch.dtype) -> Tensor:
         nonlocal counted
-        is_weight = x.shape[0] % 24 != 0 if of == "linear" else x.dim() == 3
+        is_weight = x.dim() == 2 and x.shape[0] % 24 != 0 if of == "linear" else x.dim() == 3
         counted += is_weight and not x.is_meta
         return right(x, kind)
 
@@ -133,6 +158,87 @@ def counting_casts(config: Config, worker: Worker, once: bool, of: str = "linear
         float8.Float8.on_weights = lambda self, stage: None
     train(config, worker)
     return counted
+
+
+# --- what tp gathers ----------------------------------------------------------------------------
+
+TP = {"tp": tiny(tp=2, layers=2)}
+TP_TOO = {
+    "zbv, recomputed": tiny(
+        pp=2, tp=2, schedule="zbvzerobubble", layers=4, activation_checkpoint=FULL
+    ),
+}
+TP_REST = {
+    "cp, hsdp": tiny(dp=2, replicate=2, tp=2, cp=2, layers=2),
+    "own": tiny(tp=2, model=Model("support.wrong_plans.Model", {}, PLAN)),
+    "compiled": tiny(tp=2, layers=2, compile=True),
+}
+
+
+@pytest.mark.parametrize("config", cells(TP, TP_TOO, TP_REST))
+def test_tp_gathers_in_float8_what_float8_layers_alone_take(config: Config, tmp_path: Path) -> None:
+    """Half of bf16's bytes, with the bits of casting what was gathered; the head stays in bf16."""
+    config = replace(config_of_casts(config), batch_size=8)
+    before, after = (
+        run_world(gathering, config, tmp_path / str(cast), cast, timeout=900)
+        for cast in (False, True)
+    )
+    if not config.compile:  # which gathers elsewhere if not in float8
+        for (all_of_them, none), (head, inputs) in zip(before, after, strict=True):
+            assert none == 0 and head + 2 * inputs == all_of_them >= 4 * head
+    # a compiled norm is rounded to float8 without being rounded to bf16 before
+    rel = 1e-3 if config.compile else 0.0
+    losses = [read_jsonl(tmp_path / str(cast) / "metrics.jsonl") for cast in (False, True)]
+    for one, other in zip(*losses, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert other[key] == pytest.approx(one[key], rel=rel, abs=0)
+
+
+def gathering(config: Config, worker: Worker, cast: bool) -> tuple[int, int]:
+    """Bytes of this rank in all-gathers of inputs, in both directions: bf16's, and float8's.
+
+    cast: in float8.
+    """
+    sent, begin = [0, 0], gathered._begin_rows
+
+    def counting(x: Tensor, *more: Any, **given: Any) -> Any:
+        sent[x.itemsize == 1] += 0 if x.is_meta else x.nbytes
+        return begin(x, *more, **given)
+
+    gathered._begin_rows = counting
+    if not cast:
+        gathered._shared_scaling = lambda *_: None
+    train(config, worker)
+    return sent[0], sent[1]
+
+
+@pytest.mark.parametrize(
+    ("attention", "alone"), [("Attention", True), ("Scaling", False), ("Beside", False)]
+)
+def test_what_another_operation_takes_is_gathered_as_it_is(attention: str, alone: bool) -> None:
+    model = Model("support.wrong_plans.Model", {"attention": attention}, PLAN)
+    tp = make_plan(tiny(tp=2, model=model, batch_size=8)).transforms["tp"]
+    names = {"blocks.0.attention", "blocks.1.attention"}
+    assert tp.sharding.only_layers == (names if alone else set())
+
+
+@pytest.mark.parametrize("hooked", ["", "self_attn", "self_attn.k_proj"])
+def test_a_hook_is_given_what_is_gathered_as_it_is(
+    hooked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(tiny(tp=2, layers=1, precision=FLOAT8))
+    block: Any = plan.model_graph.model.get_submodule("model.layers.0")
+    if hooked:
+        block.get_submodule(hooked).register_forward_pre_hook(lambda *_: None)
+    seen, begin = [], gathered._begin_rows
+    monkeypatch.setattr(
+        gathered, "_begin_rows", lambda x, *a, **k: seen.append(x.dtype) or begin(x, *a)
+    )
+    with torch.device("meta"):
+        x = torch.empty(2, 8, 32, dtype=torch.bfloat16, requires_grad=True)
+        block(x, rotary_table(torch.arange(16), 8, 1e4), None)
+    float8_dtype = torch.float8_e4m3fn
+    assert seen == [torch.bfloat16 if hooked else float8_dtype, float8_dtype]
 
 
 # --- divided layers -----------------------------------------------------------------------------

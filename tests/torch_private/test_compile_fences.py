@@ -45,6 +45,25 @@ def test_torch_compiles_a_function_eight_times_only() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14), reason="2.15 keeps it"
+)
+def test_torch_leaves_out_the_context_of_two_variable_arguments() -> None:
+    """Fence: `Float8Linear.forward` in techniques/low_precision."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, *factors: Tensor) -> Tensor:
+            return x * factors[0]
+
+    def scaled(x: Tensor, *factors: Tensor) -> Tensor:
+        return Scaled.apply(x, *factors)
+
+    one, two, three = (torch.full((2,), n) for n in (1.0, 2.0, 3.0))
+    assert torch.equal(compiled(scaled)(one, two, three, three), two)
+    assert not torch.equal(compiled(scaled)(one, two, three), two), "the fence can go"
+
+
 def test_torch_warns_of_selective_checkpointing_under_compile(caplog) -> None:
     """Fence: `compiler.hide_checkpoint_warning`."""
     linear = nn.Linear(4, 4, bias=False)

@@ -65,6 +65,18 @@ print(torch.compile(f, backend="eager")(torch.ones(1)).item())
     assert seen == ["1.0", "False", "True", "False", "True", "1", "15.0"]
 
 
+def test_a_module_of_the_compiler_that_is_imported_first_is_there_once() -> None:
+    """As torchao does; a second one counted no graphs."""
+    seen = printed(
+        OURS,
+        "from torch._dynamo.utils import counters",
+        "import torch._dynamo.output_graph",
+        "print(torch._dynamo.output_graph.counters is counters)",
+        "print(torch._dynamo.utils.__spec__.name)",
+    )
+    assert seen == ["True", "torch._dynamo.utils"]
+
+
 def test_nothing_is_compiled_within_force_eager_by_a_compiler_that_is_imported_within_it() -> None:
     seen = printed(
         OURS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support import saved_runs
 from support.command_lines import examined, problems_of
 from support.mixing import Net
 from support.paths import ROOT
@@ -41,10 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config
 
 
-@pytest.fixture
-def run(saved: Config, tmp_path: Path) -> Config:
-    shutil.copytree(saved.run_dir, tmp_path / "run")
-    return replace(saved, run_dir=str(tmp_path / "run"))
+run = saved_runs.run
 
 
 def test_different_data_on_a_resume_are_refused_unless_allowed(run: Config, tmp_path: Path) -> None:

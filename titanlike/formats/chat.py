@@ -25,6 +25,7 @@ import re
 import resource
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -87,8 +88,7 @@ EXAMPLE: list[Message] = [
 
 
 def open_data(data: ChatData, config: Config) -> Data:
-    """Open or write the cache entry. Raises DataError for unreadable files, and for a part without
-    answers."""
+    """Open or write the cache entry. Raises DataError: unreadable files, a part without answers."""
 
     def read(folder: Path) -> tuple[dict[str, ChatSource], _About] | None:
         used = PARTS if data.validation_fraction else PARTS[:1]  # 0 = nothing is held out
@@ -375,8 +375,7 @@ class ChatTemplate:
         return frozenset({*self._ends, self.tokenizer.boundary, *end_ids})
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, ask: bool = False) -> str:
-        """Render a conversation as text; with ask, up to where the next answer begins. Raises
-        BadConversation."""
+        """Render a conversation; ask: up to where the next answer begins. Raises BadConversation."""
         return re.sub(_ANSWERS, "", self._render(messages, tools, ask))
 
     def _render(self, messages: Sequence[Message], tools: Any, ask: bool = False) -> str:
@@ -394,8 +393,14 @@ class ChatTemplate:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise BadConversation(f"the chat template fails: {reason}") from None
         calls = [call for message in given for call in message.get("tool_calls") or ()]
-        for name in (call.get("function", call).get("name", "") for call in calls):
-            if str(name) not in text:
+        called = Counter(str(call.get("function", call).get("name", "")) for call in calls)
+        others = ""  # what names tools besides the calls, as questions may
+        with contextlib.suppress(BadConversation):  # as results without a call may be for it
+            if called:
+                bare = [{k: v for k, v in m.items() if k != "tool_calls"} for m in given]
+                others = self._render(bare, tools, ask)
+        for name, count in called.items():
+            if text.count(name) < others.count(name) + count:
                 raise BadConversation(f"the chat template does not write the call of {name}")
         return text
 

@@ -123,8 +123,7 @@ def _message(given: Message) -> Message:
 
 
 def with_text_arguments(message: Message) -> Message:
-    """Return the message with tool calls' arguments as JSON text, which some templates need; most
-    need an object."""
+    """Return the message with calls' arguments as JSON text, as some templates need them."""
     if not (calls := message.get("tool_calls")):
         return message
     dumped = partial(json.dumps, ensure_ascii=False)

@@ -35,8 +35,7 @@ _MOST_STARS = 3  # of ** in a pattern of a card
 
 
 def split_names(folder: Path) -> list[str] | None:
-    """Return the splits that save_to_disk wrote; None = a data set without splits. Raises
-    DataError."""
+    """Return the splits that save_to_disk wrote; None = it has none. Raises DataError."""
     if not (folder / _SPLITS).exists():
         return None
     try:
@@ -68,8 +67,7 @@ def saved_files(folder: Path) -> list[Path]:
 def folder_splits(
     folder: Path, files: Sequence[Path], subset: str | None
 ) -> Mapping[str, list[Path]]:
-    """Divide the files found in a folder by split. subset: a configuration of the card, or a folder
-    within. Raises DataError."""
+    """Divide files by split; subset: a config of the card, or a folder. Raises DataError."""
     found = {file.relative_to(folder).as_posix(): file for file in files}
     configs = _configs(folder)
     alone = len(configs) == 1

@@ -129,8 +129,7 @@ def _token_section(data: StreamData) -> TokenData:
 
 
 def read_by_index(data: StreamData) -> TextData | HFData | TokenData:
-    """Return the section that reads all of the text, once and to its end. Not of several
-    sources."""
+    """Return the section that reads all of one source's text, once and to its end."""
     if _token_files(data) is not None:
         return _token_section(data)
     common: dict[str, Any] = {k: getattr(data, k) for k in ("text_key", "tokenizer", "documents")}

@@ -135,8 +135,7 @@ class Rows(BaseNode[Row]):
 
 
 def _first_line(file: Any, part: Part) -> int:
-    """Seek to the first line that begins within a part, or to the part's end; return the
-    position."""
+    """Seek to the first line that begins in a part, or to its end; return the position."""
     file.seek(max(0, part.start - 1))
     if part.start:
         file.readline(part.stop - part.start + 1)
@@ -163,6 +162,9 @@ def _pieces(part: Part, offset: int, _: str) -> Iterator[tuple[Row, int]]:
         begins = not offset
         offset = file.seek(offset) if offset else _first_line(file, part)
         piece = b"\n" if offset < part.stop else b""
+        if not begins and not piece:  # behind the part: at a line's end, or within the last line
+            file.seek(offset - 1)
+            piece = file.read(1)
         while piece and (offset < part.stop or not piece.endswith(b"\n")):
             piece = file.read(min(_PIECE, max(0, part.stop - offset)))
             if not piece.endswith(b"\n"):  # else the next line may begin at the next part
@@ -184,8 +186,7 @@ def _pieces(part: Part, offset: int, _: str) -> Iterator[tuple[Row, int]]:
 
 
 def parts_of(files: Sequence[Path], readers: int) -> list[Part]:
-    """Return the parts to divide among readers: files; large text and JSONL files are cut by
-    bytes."""
+    """Return the parts to divide among readers: files; large text and JSONL cut by bytes."""
     sizes = [os.stat(file).st_size for file in files]
     largest = min(max(sum(sizes) // (8 * readers), 1 << 10), 1 << 26)
     parts = []
@@ -352,8 +353,7 @@ class Packed(BaseNode[Tensor]):
 
 
 class Shuffled(BaseNode[Tensor]):
-    """A buffer of `size` samples: a random one is yielded and replaced by the source's next. The
-    state has the buffer."""
+    """A buffer of `size` samples, kept in the state: a random one makes room for the next."""
 
     def __init__(self, source: BaseNode[Tensor], size: int, seed: int) -> None:
         super().__init__()
@@ -418,8 +418,7 @@ class Mixed(BaseNode[Any]):
 
 
 class Indexed(BaseNode[Any]):
-    """A reader's share of an epoch of a map-style source, in a random order that differs by
-    epoch."""
+    """A reader's share of an epoch of a map-style source, each in another random order."""
 
     epoch = 0
 

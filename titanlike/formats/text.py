@@ -278,7 +278,8 @@ def _rows_or_text(path: Path, text_key: str) -> Iterator[tuple[int, Any]]:
         return
     text = _whole(path)
     rows = _json_rows(text) if kind == ".json" else []
-    yield from enumerate(rows, 1) if rows and text_key in rows[0] else [(0, text)]
+    named = any(field_of(row, text_key) is not None for row in rows)
+    yield from enumerate(rows, 1) if named else [(0, text)]
 
 
 def rows_of(path: Path, key: str | None = None) -> Iterator[tuple[int, Any]]:
@@ -344,8 +345,7 @@ def is_ids(value: Any) -> bool:
 
 
 def field_of(row: dict[str, Any], key: str) -> tuple[Any] | None:
-    """Return the value of a field, or of a nested one by its path (`meta.text`), as a tuple; None =
-    missing."""
+    """Return the value of a field, or nested one (`meta.text`), as a tuple; None = missing."""
     if key in row:
         return (row[key],)
     first, _, rest = key.partition(".")
@@ -361,8 +361,7 @@ def _fields(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _json_rows(text: str) -> list[Any]:
-    """Return the objects of a .json file that is an array or has one per line; [] = it is one
-    document."""
+    """Return the objects of a .json file, an array or one per line; [] = it is one document."""
     with suppress(ValueError, RecursionError):
         start = text.lstrip()[:1]
         lines = text.splitlines() if start == "{" else ()
@@ -385,8 +384,7 @@ def is_compressed(path: Path) -> bool:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, decompressing it. Raises DataError for a missing package, ValueError for a
-    sparse file."""
+    """Open a file, decompressing it. Raises DataError without a package, ValueError if sparse."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size:

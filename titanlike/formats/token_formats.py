@@ -149,6 +149,8 @@ def check_is_text(root: Path) -> None:
             raise error
         if {"tokenizer", "files"} <= index.keys():
             known = "a folder of token ids", f"data=tokens {given}"
+    elif (root / "train.bin").is_file():  # of nanoGPT
+        known = "a folder of token ids", f"data=tokens {given}"
     elif root.is_dir() and next(root.glob("*.tar"), None):
         known = "a folder of tar archives, as of WebDataset", f"data=hf {given} data.text_key=txt"
     if known:

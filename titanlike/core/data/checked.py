@@ -175,7 +175,7 @@ class CheckedSource:
         return DataError("data.name", self.name, f"{self._part} sample {i} {reason}", remedy)
 
     def _read(self, i: int | str, sample: Any) -> Batch:
-        """Convert a sample to a dict of tensors and check it alone."""
+        """Convert a sample to a dict of tensors of its own and check it alone."""
         if isinstance(sample, tuple) and len(sample) == len(REQUIRED):
             numbers = (int, float, np.ndarray, np.generic)
             pair = (torch.as_tensor(x) if isinstance(x, numbers) else x for x in sample)
@@ -193,10 +193,8 @@ class CheckedSource:
             if not isinstance(value, Tensor):
                 remedy = "convert it with torch.as_tensor"
                 if name == "targets" and isinstance(value, Mapping | tuple | list):
-                    remedy = (
-                        "stack the targets of several tasks in one tensor, [..., tasks], which "
-                    )
-                    remedy += "a loss of your own divides: loss.name=package.function"
+                    remedy = "stack the targets of several tasks in one tensor, [..., tasks],"
+                    remedy += " which a loss of your own divides: loss.name=package.function"
                 raise self._wrong(i, f"has a {type(value).__name__} as {name!r}", remedy)
         inputs = sample["inputs"]
         longer = inputs.dim() and inputs.size(0) > self._seq_len
@@ -216,7 +214,8 @@ class CheckedSource:
                 needed = f"[{'T, ' * pad.dims}...]"
                 remedy = f"with its padding its shape must be {needed} where inputs are [T, ...]"
                 raise self._wrong(i, reason, remedy)
-        return dict(sample)
+        # copied: the source may write the next one into the same memory
+        return {name: value.clone() for name, value in sample.items()}
 
     def _compare(self, i: int | str, sample: Batch, first: Batch) -> None:
         if sample.keys() != first.keys():

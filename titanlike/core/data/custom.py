@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from titanlike.core.config.errors import Problem, nearest, override_text
 from titanlike.core.config.groups.user_code import Custom
@@ -83,6 +83,9 @@ def open_data(data: Custom, config: Config) -> Data:
 def _data_of(returned: Any, name: str, held_out: float) -> Data:
     """Wrap datasets without a vocabulary as Data. held_out: share of a single dataset for
     validation."""
+    listed = isinstance(returned, list) and len(returned) == 2
+    if listed and isinstance(returned[0], Dataset):  # as random_split returns them
+        returned = tuple(returned)
     if isinstance(returned, tuple) and len(returned) == 2:
         train, validation = returned
     elif is_stream(returned):
@@ -96,9 +99,7 @@ def _data_of(returned: Any, name: str, held_out: float) -> Data:
         reason = f"the function returned {type(returned).__name__}"
         if isinstance(returned, Mapping):  # as a DatasetDict
             reason += f" of {', '.join(map(str, returned))}"
-        fix = (
-            "let it return a dataset, (training, validation), or a titanlike.core.data.sources.Data"
-        )
+        fix = "let it return a dataset, (training, validation), or a titanlike.Data"
         raise DataError("data.name", name, reason, fix)
     parts = [f"{len(part):,}" if hasattr(part, "__len__") else "" for part in (train, validation)]
     text = name if is_stream(train) else f"{name}: {parts[0]} samples"
@@ -126,12 +127,8 @@ def _check(data: Custom, config: Config) -> Iterator[Problem]:
         yield Problem("data.workers", workers, "must be a number >= 0", "data.workers=0")
     held_out = data.args.get("validation_fraction", _HELD_OUT)
     if not isinstance(held_out, float) or not 0 < held_out < 1:
-        yield Problem(
-            "data.validation_fraction",
-            held_out,
-            "must be a share of 1",
-            "data.validation_fraction=0.05",
-        )
+        key, fix = "data.validation_fraction", "data.validation_fraction=0.05"
+        yield Problem(key, held_out, "must be a share of 1", fix)
     if not isinstance(changed, bool):
         yield Problem("data.changed", changed, "must be true or false", "data.changed=true")
     _function(data)

@@ -129,6 +129,7 @@ def local_of(tensor: Tensor, part: Part | None, whole: Tensor) -> Tensor:
 STYLE = "tp_style"  # the module's tensor-parallel style; core/graph/units.py reads it
 GATHERS = "tp_gathers"  # number of ranks over which a module all-gathers its input
 SHARES_GATHERED = "tp_shares_gathered"  # a linear layer's place among those of one all-gather
+ONLY_LAYERS = "tp_only_layers"  # of a module that gathers: only those layers take what it gathers
 BIAS_LATER = "tp_adds_bias_later"  # a linear layer whose bias is added after the reduction
 # of a linear layer: the ranks among which tp divides dimension 0 and 1 of its weight, or None
 DIVIDED = "tp_divided"

@@ -118,7 +118,10 @@ class _Finder:
         real = self._real()
         if name not in sys.modules:
             return PathFinder.find_spec(name, real.__path__)
-        return ModuleSpec(name, _Imported(sys.modules[name]))  # type: ignore[arg-type]
+        loader: Any = _Imported(sys.modules[name])
+        # importlib takes the spec of a module that came meanwhile, and would load it twice
+        vars(sys.modules[name])["__spec__"] = None
+        return ModuleSpec(name, loader)
 
 
 class _Imported:

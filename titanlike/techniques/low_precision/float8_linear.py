@@ -71,7 +71,16 @@ class Float8Linear(nn.Linear):
         if kind != "meta" and torch.is_autocast_enabled(kind):  # as in F.linear
             input = input.to(torch.get_autocast_dtype(kind))
         bias = None if adds_bias_later(self) else self.bias
-        output = _Product.apply(input, self.weight, scaling_of(self), *chain(*self.casts))
+        scaling = scaling_of(self)
+        casts: list[Any] = [*chain(*self.casts)]
+        if torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad):
+            output = _Product.apply(input, self.weight, scaling, *casts)
+        else:
+            # torch.compile leaves the context out of a custom function that needs no gradient and
+            # has two variable arguments. Symptom: blocks are not compiled in validation. Test:
+            # `test_compile_fences.py::test_torch_leaves_out_the_context_of_two_variable_arguments`
+            rows, *_ = results(_rows(input), self.weight, scaling, casts)
+            output = rows.reshape(*input.shape[:-1], -1)
         return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -134,15 +143,36 @@ def scaling_of(layer: Any) -> Scaling:
     return Scaling(layer.config, vars(layer).get(DIVIDED, (None, None)), layer.tokens)
 
 
+def shared_scaling(layers: Sequence[Any]) -> Scaling | None:
+    """How these layers cast their input, if one cast serves all of their matmuls."""
+    first, *others = map(scaling_of, layers)
+    config, (_, divided), tokens = first
+    kind, also = config.cast_config_input, config.cast_config_input_for_grad_weight
+    one = _of_tensor(kind) and kind == also and divided is None
+    alike = all((o.config, o.divided[1], o.tokens) == (config, None, tokens) for o in others)
+    return first if one and alike else None
+
+
+def cast_shard(x: Tensor, scaling: Scaling, ranks: GroupInfo) -> Operand:
+    """Cast this rank's tokens [..., T, I] with the scale of all ranks' tokens; see `shared_scaling`."""
+    config, _, tokens = scaling
+    return cast(x, config.cast_config_input, config, 1, (tokens, ranks))
+
+
 def results(
-    rows: Tensor, weight: Tensor, scaling: Scaling, casts: Sequence[Tensor]
+    rows: Tensor,
+    weight: Tensor,
+    scaling: Scaling,
+    casts: Sequence[Tensor],
+    x: Operand | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute a layer's results; also the scales of its input and of its weight.
 
-    casts: the tensors of `Float8Linear.casts`.
+    casts: the tensors of `Float8Linear.casts`; x: the rows, if they are cast already.
     """
     config, divided, tokens = scaling
-    x = cast(rows, config.cast_config_input, config, 1, (tokens, divided[1]))
+    if x is None:
+        x = cast(rows, config.cast_config_input, config, 1, (tokens, divided[1]))
     kind = config.cast_config_weight
     w = Operand(*casts[:2]) if casts else cast(weight, kind, config, 1, divided)
     return _multiply(x, w.t(), rows.dtype, config, "output"), x.scale, w.scale

@@ -69,13 +69,14 @@ class ForwardCheck:
         placements: Mapping[str, Placement],
         ranks: TensorRanks,
         vocabulary: bool,
-    ) -> tuple[list[ShardingError], Draws]:
-        """(mistakes in the sharded model, modules that draw random numbers in training).
+    ) -> tuple[list[ShardingError], Draws, frozenset[str]]:
+        """(mistakes in the sharded model, modules that draw random numbers in training, those that
+        gather their input for layers of the plan alone).
 
         model: a sharded copy; vocabulary: the loss takes sharded logits.
         """
         if self.unchecked:
-            return [], {}
+            return [], {}, frozenset()
         trace = ShardedTrace(model, self._modules, self._steps, placements)
         try:
             with as_if_compiling() if self._compiling else contextlib.nullcontext():
@@ -85,9 +86,10 @@ class ForwardCheck:
                 for shard in filter(None, layout[:-1] if vocabulary else layout):
                     raise ShardingError(f"returns {shard}", style="vocab")
         except ShardingError as error:
-            return [error], {}
+            return [error], {}, frozenset()
         trace.complete([tensor for tensor, _ in outputs])
-        return _gradient_mistakes(model, trace.needs, placements, ranks), trace.draws
+        mistakes = _gradient_mistakes(model, trace.needs, placements, ranks)
+        return mistakes, trace.draws, frozenset(trace.only_layers)
 
 
 def _run(model: nn.Module, batch: dict[str, Tensor]) -> object:

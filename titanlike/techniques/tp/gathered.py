@@ -1,5 +1,5 @@
 """Inputs of linear layers gathered along the sequence, and gathered again in the backward, except in
-compiled blocks.
+compiled blocks; in float8 where every layer that takes them would round them alike.
 
 Layers that share a gathered input (q, k and v; gate and up) need it for their weight gradients.
 Only the rank's shard is saved (arXiv 2205.05198, section 4.2.2): one autograd node, the gather,
@@ -8,12 +8,16 @@ the input's gradient, which it reduce-scatters while it computes the weights'. W
 deferred to `W` (`weight_gradients.py`) save only the shard. A compiled block overlaps nothing with a
 collective: without deferred gradients it saves what it has gathered.
 
+An input that only layers with float8's tensorwise scales take is cast before it is gathered: half the
+bytes, and the bits of casting it afterwards, as its scale is that of all ranks' tokens.
+
 A layer's own backward leaves all of this to the gather: the gather returns, for each layer, a
 tensor without memory with the shape of its result, which carries the result's gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -28,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from titanlike.core.distributed.collectives import autograd_collective, begin_collective
 from titanlike.core.distributed.placement import (
     IN_BF16,
+    ONLY_LAYERS,
     SHARES_GATHERED,
     forward_in_bf16,
     in_float8,
@@ -43,7 +48,8 @@ from titanlike.techniques.weight_gradients import (
     sum_of_products,
 )
 
-_RESULTS = "tp_results"  # attribute of a gathered tensor: (ranks, version, result of each layer)
+# attribute of a gathered tensor: (ranks, version, result of each layer, what was gathered in float8)
+_RESULTS = "tp_results"
 
 
 def share(layer: nn.Module, index: int, ranks: TensorRanks) -> None:
@@ -53,8 +59,10 @@ def share(layer: nn.Module, index: int, ranks: TensorRanks) -> None:
     patched.forward = MethodType(_forward, layer)
 
 
-def gather_for(ranks: TensorRanks, layers: Sequence[Any], x: Tensor) -> Tensor:
-    """All-gather tokens; x [..., T, D] is this rank's shard; for these layers and any other use."""
+def gather_for(ranks: TensorRanks, module: nn.Module, layers: Sequence[Any], x: Tensor) -> Tensor:
+    """All-gather tokens for a module; x [..., T, D] is this rank's shard; layers: those that take
+    what is gathered."""
+    takers = layers
     layers = [layer for layer in layers if needs_weight_gradients(layer, x)]
     layers = [layer for layer in layers if not _gathered_in_float8(layer)]
     waits = any(owner_of(layer) for layer in layers)
@@ -64,29 +72,54 @@ def gather_for(ranks: TensorRanks, layers: Sequence[Any], x: Tensor) -> Tensor:
     unneeded = torch.compiler.is_compiling() and waits and not x.requires_grad
     # gradients that wait would keep all tokens for longer
     compiled = ranks.compiled or torch.compiler.is_compiling()
-    kept = not ranks.gathers_again or (compiled and not waits)
-    if not layers or kept or unneeded or in_functorch():
+    again = ranks.gathers_again and not (compiled and not waits)
+    shared = _shared_scaling(module, layers) if len(layers) == len(takers) else None
+    if not layers or not (again or shared) or unneeded or in_functorch():
         return autograd_collective(x, ranks, "all_gather", "reduce_scatter", x.dim() - 2)
+    kept, tokens, scale = None, None, None
+    if shared is not None:
+        from titanlike.techniques.low_precision.float8_linear import cast_shard
+
+        shard, scale = cast_shard(x.detach(), shared, ranks)
+        tokens = _begin_rows(shard, ranks, beside=False)()
+        kept = shard if again else tokens
     parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
     owner = owner_of(layers[0]) if waits else None
     scaled = [_scaled(layer) for layer in layers]
     casts = [cast for _, *of_layer in scaled for cast in of_layer]
     kinds = tuple((scaling, len(of_layer)) for scaling, *of_layer in scaled)
-    gathered, *results = _Gather.apply(x, ranks, owner, kinds, *parameters, *casts)
+    how = ranks, owner, kinds, again
+    gathered, *results = _Gather.apply(x, *how, kept, scale, *parameters, *casts)
     pairs = zip(layers, results, strict=True)
     of_layers = {getattr(layer, SHARES_GATHERED): y for layer, y in pairs}
-    setattr(gathered, _RESULTS, (ranks, gathered._version, of_layers))
+    setattr(gathered, _RESULTS, (ranks, gathered._version, of_layers, (tokens, scale)))
     return gathered
 
 
+def _shared_scaling(module: nn.Module, layers: Sequence[Any]) -> Any:
+    """How layers cast their input, if all do so alike and nothing else sees it; else None."""
+    if ONLY_LAYERS not in vars(module) or any(_scaled(layer)[0] is None for layer in layers):
+        return None
+    inside = [layer for layer in layers if layer is not module]
+    hooks = [layer._forward_pre_hooks for layer in inside]
+    hooks += [each._forward_hooks for each in (module, *inside)]
+    if not layers or any(hooks) or len(module._forward_pre_hooks) > 1:  # besides tp's own
+        return None
+    from titanlike.techniques.low_precision.float8_linear import shared_scaling
+
+    return shared_scaling(layers)
+
+
 def _forward(layer: Any, x: Tensor) -> Tensor:
-    like = _of_layer(layer, x)
+    like, gathered_cast = _of_layer(layer, x)
     if like is None:
         if not in_float8(layer):
             return linear(layer, x)
         return (forward_in_bf16 if IN_BF16 in vars(layer) else type(layer).forward)(layer, x)
     bias = None if layer.bias is None else layer.bias.detach()
-    return _Product.apply(x.detach(), layer.weight.detach(), bias, like, *_scaled(layer))
+    scaling, *casts = _scaled(layer)
+    given = x.detach(), layer.weight.detach(), bias, like, scaling
+    return _Product.apply(*given, *gathered_cast, *casts)
 
 
 def _scaled(layer: Any) -> list[Any]:
@@ -103,15 +136,16 @@ def _gathered_in_float8(layer: Any) -> bool:
     return IN_BF16 in vars(layer) and hasattr(layer.weight, "to_original_precision")
 
 
-def _of_layer(layer: nn.Module, x: Tensor) -> Tensor | None:
-    """The gather's tensor for a layer, if the layer is called with the gathered input."""
-    ranks, version, results = getattr(x, _RESULTS, (None, 0, {}))
+def _of_layer(layer: nn.Module, x: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    """The gather's tensor for a layer, if the layer is called with the gathered input, and what was
+    gathered of it in float8: elements and scale."""
+    ranks, version, results, cast = getattr(x, _RESULTS, (None, 0, {}, (None, None)))
     if ranks is not None and not torch.compiler.is_compiling() and x._version != version:
         # changed in place, so gathering again would differ. Found when the model is recorded, for
         # compiled blocks, too
         ranks.gathers_again = False
-        return None
-    return results.get(getattr(layer, SHARES_GATHERED))
+        return None, (None, None)
+    return results.get(getattr(layer, SHARES_GATHERED)), cast
 
 
 class _Product(torch.autograd.Function):
@@ -123,48 +157,68 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         like: Tensor,
         scaling: Any,
+        tokens: Tensor | None,
+        scale: Tensor | None,
         *casts: Tensor,
     ) -> Tensor:
+        """tokens [N, D], scale: x in float8, if it was gathered so."""
         ctx.given = len(casts)
         rows = x.reshape(-1, x.shape[-1])
         if scaling is None:
             rows = F.linear(rows, weight, bias)
         else:
-            from titanlike.techniques.low_precision.float8_linear import results
+            from titanlike.techniques.low_precision.float8_linear import Operand, results
 
-            rows, *_ = results(rows, weight, scaling, casts)
+            cast = None if tokens is None else Operand(tokens, scale)
+            rows, *_ = results(rows, weight, scaling, casts, cast)
             rows = rows if bias is None else rows + bias.to(rows.dtype)
         return shaped(rows, (*x.shape[:-1], rows.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, gradient, None, *(None for _ in range(ctx.given))
+        return None, None, None, gradient, None, None, None, *(None for _ in range(ctx.given))
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ranks: TensorRanks, owner: Any, kinds: Any, *tensors: Any
+        ctx: Any,
+        x: Tensor,
+        ranks: TensorRanks,
+        owner: Any,
+        kinds: Any,
+        again: bool,
+        kept: Tensor | None,
+        scale: Tensor | None,
+        *tensors: Any,
     ) -> tuple[Tensor, ...]:
         """owner: the queue of deferred weight gradients; kinds: for each layer how it casts to
-        float8 (None = bf16), and the number of its cast weight's tensors; tensors: weight and bias
-        of each layer, then its cast weight."""
+        float8 (None = bf16), and the number of its cast weight's tensors; again: gather in the
+        backward, too; kept, scale: x in float8, else None, this rank's shard or what was gathered;
+        tensors: weight and bias of each layer, then its cast weight."""
         parameters = tensors[: 2 * len(kinds)]
         # a cast weight's original is not needed again
         weights = [
             None if given else w for (_, given), w in zip(kinds, parameters[::2], strict=True)
         ]
-        ctx.save_for_backward(x, *weights, *parameters[1::2], *tensors[len(parameters) :])
+        casts = tensors[len(parameters) :]
+        kept = x if kept is None else kept
+        ctx.save_for_backward(kept, scale, *weights, *parameters[1::2], *casts)
         ctx.set_materialize_grads(False)
         ctx.ranks, ctx.owner, ctx.kinds, ctx.parameters = ranks, owner, kinds, parameters
-        gathered = begin_collective("all_gather", x, ranks, x.dim() - 2, beside=False)()
+        shape = (*x.shape[:-2], x.shape[-2] * ranks.size, x.shape[-1])
+        ctx.again, ctx.shape = again, shape
+        if scale is None:
+            gathered = shaped(_begin_rows(x, ranks, beside=False)(), shape)
+        else:  # no operation takes it; one that did would not stay unnoticed
+            gathered = x.new_full((), math.nan).expand(shape)
         forms = [(*gathered.shape[:-1], weight.shape[0]) for weight in parameters[::2]]
         return gathered, *(x.new_empty(()).expand(form) for form in forms)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_gathered: Tensor | None, *of_results: Tensor | None) -> Any:
-        x, *saved = ctx.saved_tensors
+        kept, scale, *saved = ctx.saved_tensors
         count = len(ctx.kinds)
         weights, biases, left = saved[:count], saved[count : 2 * count], iter(saved[2 * count :])
         casts = [[*islice(left, given)] for _, given in ctx.kinds]
@@ -177,39 +231,40 @@ class _Gather(torch.autograd.Function):
         }
         compiled = torch.compiler.is_compiling()
         waits = ctx.owner is not None and (compiled or _accumulate(ctx, rows))
-        gather = partial(_begin_rows, ranks=ctx.ranks)
-        finish = gather(x) if rows and not waits else None
+        gather, finish = partial(_begin_rows, ranks=ctx.ranks), None
+        if rows and not waits:
+            finish = gather(kept) if ctx.again else lambda: kept
         if any(scalings):
             from titanlike.techniques.low_precision.float8_linear import (
+                Operand,
                 cast_gradient,
                 cast_input,
                 input_gradient,
                 weight_gradient,
             )
         cast: dict[int, Any] = {}  # gradients of results, in float8
-        of_x, inputs = of_gathered, None
+        of_x = of_gathered
         if ctx.needs_input_grad[0] and rows:
             plain = [i for i in rows if scalings[i] is None]
             of = [rows[i] for i in plain], [weights[i] for i in plain]
             if waits and compiled:
                 biases = [biases[i] for i in plain]
-                of_rows = torch.ops.titanlike.gather_queueing_backward(x, *of, biases)
+                of_rows = torch.ops.titanlike.gather_queueing_backward(kept, *of, biases)
             elif plain:
                 of_rows = sum_of_products(*of)
             for i in [i for i in rows if i not in plain]:
                 one, cast[i] = input_gradient(rows[i], weights[i], scalings[i], casts[i])
                 of_rows = of_rows.add_(one) if plain or len(cast) > 1 else one
-            shape = list(x.shape)
-            shape[-2] *= ctx.ranks.size
-            of_x = of_rows.view(shape)
+            of_x = of_rows.view(ctx.shape)
             of_x = of_x if of_gathered is None else of_x.add_(of_gathered)
         scattered = None
         if ctx.needs_input_grad[0] and of_x is not None:
-            scattered = begin_collective("reduce_scatter", of_x, ctx.ranks, x.dim() - 2)
+            scattered = begin_collective("reduce_scatter", of_x, ctx.ranks, of_x.dim() - 2)
         del of_x, of_gathered
         grads: list[Tensor | None] = [None] * len(ctx.parameters)
         if finish is not None:
             gathered = finish()
+            inputs = None if scale is None else Operand(gathered, scale)
             for i, gradient in rows.items():
                 if scalings[i] is None:
                     grads[2 * i] = gradient.t() @ gathered
@@ -217,12 +272,13 @@ class _Gather(torch.autograd.Function):
                     inputs = inputs or cast_input(gathered, scalings[i])
                     g = cast[i] if i in cast else cast_gradient(gradient, scalings[i])
                     grads[2 * i] = weight_gradient(gradient, g, inputs, scalings[i])
-                grads[2 * i + 1] = gradient.sum(0) if ctx.needs_input_grad[5 + 2 * i] else None
+                grads[2 * i + 1] = gradient.sum(0) if ctx.needs_input_grad[8 + 2 * i] else None
         elif rows and not compiled:
             products = [(g, *ctx.parameters[2 * i : 2 * i + 2]) for i, g in rows.items()]
-            ctx.owner.queue.append(Waiting(x, products, gather))
+            ctx.owner.queue.append(Waiting(kept, products, gather))
         nothing = (None for of_layer in casts for _ in of_layer)
-        return None if scattered is None else scattered(), None, None, None, *grads, *nothing
+        of_x = None if scattered is None else scattered()
+        return of_x, *[None] * 6, *grads, *nothing
 
 
 def _accumulate(ctx: Any, layers: Iterable[int]) -> bool:
@@ -232,7 +288,8 @@ def _accumulate(ctx: Any, layers: Iterable[int]) -> bool:
     return all(accumulates(ctx, places[id(ctx.parameters[2 * at])]) for at in layers)
 
 
-def _begin_rows(x: Tensor, ranks: TensorRanks) -> Callable[[], Tensor]:
+def _begin_rows(x: Tensor, ranks: TensorRanks, beside: bool = True) -> Callable[[], Tensor]:
     """Launch the all-gather of all tokens; the returned function waits for them, as rows."""
-    finish = begin_collective("all_gather", x, ranks, x.dim() - 2)
-    return lambda: finish().reshape(-1, x.shape[-1])
+    sent = x.view(torch.uint8) if x.itemsize == 1 else x  # float8, which gloo does not know
+    finish = begin_collective("all_gather", sent, ranks, x.dim() - 2, beside)
+    return lambda: finish().reshape(-1, x.shape[-1]).view(x.dtype)

@@ -33,6 +33,7 @@ from titanlike.core.distributed.placement import (
     BIAS_LATER,
     DIVIDED,
     GATHERS,
+    ONLY_LAYERS,
     STYLE,
     Part,
     Placement,
@@ -92,6 +93,7 @@ class _Sharder:
             rows = self._columns(module, entry)
             if not gathered:
                 vars(module)[GATHERS] = ranks
+                vars(module)[ONLY_LAYERS] = True
                 self._gather(name, module)
             self._take_gathered(name, module)
             if style == "colwise_gather":
@@ -340,7 +342,7 @@ def _tokens(x: Tensor) -> int:
 def _enter(ranks: TensorRanks, layers: Sequence[str], module: nn.Module, x: Tensor) -> Tensor:
     """Prepare the input of a module's sharded layers; layers: names of its linear layers."""
     if ranks.sequence:
-        return gather_for(ranks, [module.get_submodule(name) for name in layers], x)
+        return gather_for(ranks, module, [module.get_submodule(name) for name in layers], x)
     return autograd_collective(x, ranks, "identity", "all_reduce")
 
 

@@ -22,7 +22,7 @@ from titanlike.core.device.accelerator import kept_rng, own_backend
 from titanlike.core.device.choose import first_device
 from titanlike.core.distributed.initialize import piece_seed
 from titanlike.core.distributed.mesh import Mesh, new_group
-from titanlike.core.distributed.placement import Placement, in_bf16
+from titanlike.core.distributed.placement import ONLY_LAYERS, Placement, in_bf16
 from titanlike.core.distributed.transform import Plan, Recorded, Transform
 from titanlike.core.graph.loss import Loss
 from titanlike.core.graph.model_graph import Fields, ModelGraph, fields_of
@@ -54,6 +54,8 @@ class TensorSharding:
     # the same without sequence sharding
     draws_whole: Draws = field(default_factory=dict)
     wrong_whole: str = ""  # why it would be wrong without sequence sharding
+    # modules that gather their input for their sharded layers alone
+    only_layers: frozenset[str] = frozenset()
     unchecked: str = ""  # why the plan was not compared with the full model's forward
 
     def divides(self, fields: Fields) -> bool:
@@ -134,6 +136,7 @@ class TensorParallel(Transform):
             model, sharding.modules, self._ranks, whole_logits=sharding.whole_logits
         )
         placements.update(local_placements)
+        _mark(model, sharding.only_layers)
 
     def why_not_compiled(self, block: str) -> str:
         for draws in (self.sharding.draws, self.sharding.draws_whole):
@@ -299,6 +302,7 @@ def tensor_parallel(
         like.sequence = sharding.divides(fields_of(batch))
     else:
         sharding = _sharding_of(config, model, batch, like)
+    _mark(model, sharding.only_layers)
     ranks = like if mesh is None else replace(like, size=mesh.layer_ranks, rank=mesh.layer_part)
     return TensorParallel(config, sharding, ranks)
 
@@ -327,14 +331,14 @@ def _sharding_of(
     )
     like.sequence = sharding.divides(fields_of(batch))
 
-    def divided(sequence: bool) -> tuple[list[ShardingError], Draws]:
+    def divided(sequence: bool) -> tuple[list[ShardingError], Draws, frozenset[str]]:
         probe, ranks = probes.pop(), TensorRanks(config.tp, 0)
         shard_model(probe, modules, ranks, whole_logits=whole_logits)
         ranks.sequence = sequence
         with in_bf16(probe.modules()):
             return check.mistakes(probe, placements, ranks, vocabulary is not None)
 
-    mistakes, draws = divided(like.sequence)
+    mistakes, draws, only_layers = divided(like.sequence)
     if mistakes and not config.tp_check:
         reason = plan_error(config, modules, mistakes).problems[0].reason
         return replace(sharding, unchecked=f"{reason} (tp_check=false)")
@@ -345,7 +349,7 @@ def _sharding_of(
         raise plan_error(config, modules, mistakes)
     draws_whole, wrong = draws, ""
     if like.sequence:  # batches of other lengths may not be sharded
-        mistakes, draws_whole = divided(False)
+        mistakes, draws_whole, _ = divided(False)
         if mistakes := mistakes or mixed_draws(draws_whole):
             wrong = f"its {mistakes[0].module or 'forward'} {mistakes[0].reason}"
     return replace(
@@ -353,8 +357,14 @@ def _sharding_of(
         draws=draws,
         draws_whole=draws_whole,
         wrong_whole=wrong,
+        only_layers=only_layers,
         unchecked=check.unchecked,
     )
+
+
+def _mark(model: nn.Module, only_layers: frozenset[str]) -> None:
+    for name in only_layers:
+        vars(model.get_submodule(name))[ONLY_LAYERS] = True
 
 
 def async_problems(config: Config) -> list[Problem]:

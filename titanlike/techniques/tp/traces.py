@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from titanlike.core.distributed.placement import Placement
+from titanlike.core.distributed.placement import SHARES_GATHERED, Placement
 from titanlike.core.graph.units import call_key
 from titanlike.core.torch_private.autograd import intercept_checkpoints
 from titanlike.core.torch_private.deferred_dynamo import force_eager
@@ -271,6 +271,9 @@ class ShardedTrace(TracedForward):
         self.needs: dict[str, set[Need]] = {}
         # modules that draw random numbers -> for full tensors (False), shards (True) or both
         self.draws: dict[str, set[bool]] = {}
+        self._gathered: dict[int, str] = {}  # storage of what a module has gathered -> the module
+        # modules that gather their input for layers of the plan alone
+        self.only_layers: set[str] = set()
         self._equal: dict[Hashable, str] = {}
         self.repeated: list[tuple[str, str]] = []  # block, an earlier equal one
         # layout and pending names of the running token-wise module's input
@@ -310,6 +313,8 @@ class ShardedTrace(TracedForward):
             for path in [path for path in self.draws if _within(path, like)]:
                 twin = name + path.removeprefix(like)
                 self.draws.setdefault(twin, set()).update(self.draws[path])
+            twins = [name + p.removeprefix(like) for p in self.only_layers if _within(p, like)]
+            self.only_layers.update(twins)
             for path in [path for path in self.needs if _within(path, like)]:
                 if (twin := name + path.removeprefix(like)) in self.needs:
                     self.needs[twin] |= self.needs[path]
@@ -385,6 +390,8 @@ class ShardedTrace(TracedForward):
     def begin(self, name: str, given: list[Tensor]) -> None:
         """All-reduce gradients where tensors enter a sharded layer, and where they are sharded."""
         style, first = self._modules[name].style, given[:1]
+        if SHARES_GATHERED not in vars(self._model.get_submodule(name)):
+            self._takes(given)
         last = next((self._now(tensor)[-1:] for tensor in first), ())
         shard = last[0] if last else None
         if self._token_wise(name):
@@ -408,6 +415,12 @@ class ShardedTrace(TracedForward):
         for tensor, whole in zip(given, step.shapes, strict=True):
             if id(tensor) not in self._tracked:
                 self._exchanged(tensor, whole, "")
+                self._gathered[storage_id(tensor)] = name
+                self.only_layers.add(name)
+
+    def _takes(self, given: list[Tensor]) -> None:
+        """Note that something else than a layer takes what was gathered for layers."""
+        self.only_layers -= {self._gathered.get(storage_id(tensor), "") for tensor in given}
 
     def end(self, name: str, results: list[Tensor]) -> None:
         step = self._must_find("end", "", name)
@@ -442,6 +455,7 @@ class ShardedTrace(TracedForward):
 
     def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
         given, name = tensors_in(args, kwargs), function._schema.name
+        self._takes(given)
         pending = self._pending(given)
         find = self._find if _short(name) in _LEFT_OUT else self._must_find
         if (step := find("operation", name, self.path)) is None:
