@@ -5,14 +5,16 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from support.grid_parts import GridPart, parse_part
-
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell's script
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank starts compilers
 os.environ["XDG_STATE_HOME"] = "/dev/null"  # runs that tests launch are not known to their tools
@@ -20,35 +22,39 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers have the controller's
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchinductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
-CELLS = 2  # slow ones of a long list (families, command lines) that .ci/run takes
-TABLE = "tests/proof/test_layouts.py"  # whose slow cells are chosen by themselves
+TABLE = "tests/proof/test_layouts.py"  # of whose slow cells .ci/run takes each fourth
 LONGEST = ("test_the_main_job", "test_resume_runs_the_failed")  # with -m slow, and without
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", metavar="I/N", help="with -m grid: the i-th of n parts of the tests")
+    says = "the I-th of N parts of the tests, each with a share of every table"
+    parser.addoption("--part", metavar="I/N", default="1/1", help=says)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if text := config.getoption("--part"):
-        config.pluginmanager.register(GridPart(parse_part(text)))
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a list with more slow cases than CELLS the others are marked grid, too. The longest test
-    comes first: as the last one, it would keep one worker busy and the other idle."""
+@pytest.hookimpl(wrapper=True)  # before -m chooses, and after
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    """Of a list with several slow cases (families, command lines) all but the first are marked
+    grid, too. The longest test comes first: as the last one, it would keep one worker busy and the
+    other idle."""
     lists: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("grid"):
+        if item.get_closest_marker("grid"):
+            item.add_marker(pytest.mark.slow)
+        elif item.get_closest_marker("slow"):
             lists.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in lists.items():
-        count = len(cases) if name.startswith(TABLE) else min(CELLS, len(cases))
-        taken = {at * len(cases) // count for at in range(count)}
+        apart = 4 if name.startswith(TABLE) else len(cases)
         for at, item in enumerate(cases):
-            if at not in taken:
+            if at % apart:
                 item.add_marker(pytest.mark.grid)
     items.sort(key=lambda item: not item.name.startswith(LONGEST))
+    yield
+    number, _, count = config.getoption("--part").partition("/")
+    others = [item for at, item in enumerate(items) if at % int(count) != int(number) - 1]
+    config.hook.pytest_deselected(items=others)
+    items[:] = items[int(number) - 1 :: int(count)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -89,7 +89,6 @@ def test_a_checkpoint_of_one_layout_is_loaded_by_another(
         assert torch.equal(found, truth(name, entry.shape)), name
 
 
-@pytest.mark.slow
 @pytest.mark.grid
 def test_every_layout_loads_the_checkpoint_of_every_other(tmp_path: Path) -> None:
     for name, config in LAYOUTS.items():

@@ -151,7 +151,6 @@ def test_a_run_killed_during_a_save_loses_nothing(mode: str, tmp_path: Path) -> 
     assert {place for place, _ in found} == set(places)
 
 
-@pytest.mark.slow
 @pytest.mark.grid
 def test_a_hundred_random_kills_lose_nothing(tmp_path: Path) -> None:
     assert len(campaign(tmp_path, 100, 0)) == 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torchdata.nodes import IterableWrapper
 
 from support.models import tiny
-from titanlike.core.config.groups.data import SyntheticData, TextData, TokenData
+from support.sources import of_source
+from titanlike.core.config.groups.data import StreamData, SyntheticData, TextData, TokenData
 from titanlike.core.config.groups.user_code import Custom
+from titanlike.core.config.schema import Config
 from titanlike.core.data import sources
 from titanlike.core.data.registry import open_data
 from titanlike.core.data.sources import Data, VariableLength, data_fingerprint, fingerprint_changes
@@ -25,7 +29,10 @@ from titanlike.formats.packed import PackedSource
 
 
 def of(data: Any, **keys: Any) -> dict[str, Any]:
-    config = replace(tiny(), data=data, **keys)
+    return of_config(replace(tiny(), data=data, **keys))
+
+
+def of_config(config: Config) -> dict[str, Any]:
     return data_fingerprint(open_data(config), config.data)
 
 
@@ -154,6 +161,36 @@ def test_the_fingerprint_of_custom_data_covers_length_and_samples() -> None:
         assert fingerprint_changes(first, of_own(**arguments)), arguments
     named = of_own(name="corpus 7")
     assert of_own(name="corpus 7", shift=1) == named and fingerprint_changes(first, named)
+
+
+def streamed(seq_len: int, shift: int, name: str = "") -> Data:
+    stream: Any = IterableWrapper([Own(40, 0, "")[i] for i in range(40)])
+    return Data(stream, Own(10, shift, ""), 256, "", fingerprint=name or None)
+
+
+def test_the_fingerprint_of_a_stream_covers_its_validation_part() -> None:
+    def of_stream(**arguments: Any) -> dict[str, Any]:
+        data = Custom(f"{__name__}.streamed", {**arguments, "readers": 1})
+        return of(data, seq_len=8, batch_size=4)
+
+    first = of_stream(shift=0)
+    assert of_stream(shift=0) == first and fingerprint_changes(first, of_stream(shift=1))
+    assert of_stream(shift=0, name="corpus 7") == of_stream(shift=1, name="corpus 7")
+
+
+@pytest.mark.parametrize("kind", ["saved", "tars"])
+def test_the_fingerprint_of_a_stream_covers_the_sizes_of_its_files(
+    kind: str, tmp_path: Path
+) -> None:
+    config = of_source(kind, tmp_path)
+    first = of_config(config)
+    assert isinstance(config.data, StreamData) and config.data.path is not None
+    moved = str(shutil.move(config.data.path, tmp_path / "moved"))
+    config = replace(config, data=replace(config.data, path=moved))
+    assert of_config(config) == first
+    (another, *_) = [*Path(moved).rglob("*.arrow"), *Path(moved).rglob("*.tar")]
+    another.write_bytes(another.read_bytes() + bytes(10240))
+    assert fingerprint_changes(first, of_config(config))
 
 
 @pytest.mark.parametrize("drawn", ["torch", "python", "numpy"])

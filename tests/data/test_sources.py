@@ -70,7 +70,7 @@ def trained_on(kind: str, config: Config, steps: int) -> set[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", kinds("jsonl", "reshuffled"))
+@pytest.mark.parametrize("kind", kinds("jsonl", "reshuffled", "drawn"))
 def test_what_is_held_out_is_never_trained_on(kind: str, tmp_path: Path) -> None:
     """Though later epochs divide a stream's documents among its readers anew."""
     config = of_source(kind, tmp_path)
@@ -88,7 +88,9 @@ def test_samples_that_cannot_be_told_again_are_not_held_out(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["text", "reshuffled", "once", "token_files", *MAPPED[:-1]])
+@pytest.mark.parametrize(
+    "kind", ["text", "reshuffled", "drawn", "once", "token_files", *MAPPED[:-1]]
+)
 def test_every_layout_and_resume_reads_the_same_samples(kind: str, tmp_path: Path) -> None:
     """Also in later epochs, in which what is held out is left out."""
     one, two = (of_source(kind, tmp_path, dp=dp, workers=w) for dp, w in ((1, 0), (2, 1)))
@@ -121,7 +123,7 @@ def test_a_resume_validates_on_what_the_run_holds_out(kind: str, tmp_path: Path)
         resumed(of(1, 1), saved)
 
 
-@pytest.mark.parametrize("kind", kinds("text", "token_files", of=STREAMS))
+@pytest.mark.parametrize("kind", kinds("text", "token_files", "drawn", of=STREAMS))
 def test_an_epoch_has_every_document_once(kind: str, tmp_path: Path) -> None:
     """In another order than the epoch before, except for streams that cannot shuffle."""
     no_buffer = {} if kind in OWN else {"shuffle_buffer": 0, "repeat": False}

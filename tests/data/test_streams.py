@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.cells import cells, meshes
+from support.cells import cells, meshes, slow
 from support.models import tiny
 from support.paths import ROOT
 from support.proven import assert_proven
@@ -65,7 +65,7 @@ def test_a_resume_within_a_line_over_several_parts_goes_on_in_it(tmp_path: Path)
 
 LAYOUTS = meshes("dp=2", "pp=2 dp=2", "pp=3", "dp=4 workers=2", "tp=2", "cp=2")
 MOST = [f"{kind} in {layout}" for kind in STREAMS for layout in LAYOUTS]
-DEFAULT = ["stateful in dp=4 workers=2", "mixture in pp=2 dp=2", "jsonl in pp=3"]
+DEFAULT = ["mixture in pp=2 dp=2", "jsonl in pp=3"]
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,8 @@ def test_exact_layouts_are_bitwise_equal(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind",
     cells(
-        {kind: kind for kind in ("jsonl", "generator")},
-        {
-            kind: kind
-            for kind in ("text", "mixture", "saved", "nodes", "stateful_loader", "hugging_face")
-        },
+        {"jsonl": "jsonl"},
+        {kind: kind for kind in ("generator", "mixture", "saved", "nodes", "hugging_face")},
         {kind: kind for kind in STREAMS},
     ),
 )
@@ -217,7 +214,7 @@ def test_every_epoch_has_every_sample_once_in_a_new_order(tmp_path: Path) -> Non
     assert len({*rows}) > 0.9 * len(rows), "packed anew in a later epoch"
 
 
-@pytest.mark.parametrize("dp, workers, samples", [(1, 0, 91), (2, 1, 91), (1, 0, 128), (1, 0, 16)])
+@pytest.mark.parametrize("dp, workers, samples", [(1, 0, 91), (1, 0, 128), *slow((2, 1, 91))])
 def test_a_run_ends_with_its_data(dp: int, workers: int, samples: int, tmp_path: Path) -> None:
     """Though one reader has fewer samples than the others; and has nothing left to do then."""
     data = {"samples": samples, "repeat": False}
@@ -266,6 +263,7 @@ def test_torchdata_still_calls_a_deprecated_torch_api() -> None:
 
 
 WRONG = {
+    "drawn_copies": "readers 0 and 1 give the same first sample.*data.readers=1",
     "copies": "readers 0 and 1 give the same first sample.*data.readers=1",
     "unsaved": r"cannot be saved: state\['state'\]\['lock'\] is a builtin_function",
 }

@@ -8,14 +8,16 @@ import sys
 
 import pytest
 
-from support.cells import slow
+from support.cells import GRID, slow
 from support.fake_accelerator import LAYOUTS
 from support.paths import ROOT
 
 FEW = ["one process", "chunked loss", "dp", "pp", "exact"]
 
 
-@pytest.mark.parametrize("names", [FEW, *slow([n for n in LAYOUTS if n not in FEW])], ids=len)
+@pytest.mark.parametrize(
+    "names", [FEW, *slow([n for n in LAYOUTS if n not in FEW], marks=GRID)], ids=len
+)
 def test_a_step_mixes_no_devices_and_never_synchronizes(names: list[str]) -> None:
     """In a process of its own, where torch is told of a device that it has no kernels for."""
     command = [sys.executable, "-m", "support.fake_accelerator", *names]

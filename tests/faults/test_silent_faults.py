@@ -34,7 +34,7 @@ def test_every_silent_fault_can_be_planted_and_has_a_source() -> None:
             assert fault.source == "titanlike" or (ROOT / file).is_file(), name
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_benchmark_finds_a_fault_of_tensor_and_of_data_parallelism(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     for text in ("does not mask the ids of other ranks", "averaged over data-parallel ranks"):

@@ -40,9 +40,9 @@ def small(*mesh_and_schedule: Any, layers: int, **changes: Any) -> Config:
 _1F1B = Schedule("1f1b", 8)
 LAYOUTS = {
     "pp=2": small(2, 1, Schedule("1f1b", 4), layers=2),
-    "partial sums": memory_layouts.LAYOUTS["1f1b, pp=1, exact"],
 }
 MORE_LAYOUTS = {
+    "partial sums": memory_layouts.LAYOUTS["1f1b, pp=1, exact"],
     "dp=2, ZeRO 3, bf16, selective": small(
         1,
         2,
@@ -85,7 +85,6 @@ def test_estimated_and_counted_memory_match_real_ranks(config: Config, tmp_path:
         assert all(0.95 < share < 1.02 for share in shares), shares
 
 
-@pytest.mark.slow
 @pytest.mark.grid
 def test_a_rank_takes_less_the_more_tensor_parallel_ranks_there_are(tmp_path: Path) -> None:
     """Parameters, state and activations are divided; norms and messages of exchanges are not."""

@@ -212,7 +212,6 @@ def row(name: str) -> Row:
     return next(row for row in ROWS if row.name.endswith(name))
 
 
-@pytest.mark.slow
 @pytest.mark.grid
 def test_all_published_runs_are_predicted() -> None:
     """What a schedule gains the 405B, too: 100 tokens/s a GPU with 1F1B, 128 interleaved."""
@@ -226,7 +225,6 @@ def test_all_published_runs_are_predicted() -> None:
     assert planned(slower).step_seconds > 1.2 * planned(fast).step_seconds
 
 
-@pytest.mark.slow
 @pytest.mark.grid
 def test_four_of_five_runs_that_nothing_was_fitted_to_are_within_the_range_of_their_plans() -> None:
     found = table(LATER)

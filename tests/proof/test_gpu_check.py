@@ -367,7 +367,7 @@ def test_cells_that_cannot_run_are_reported(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_cell_of_each_kind_on_the_cpu(tmp_path: Path) -> None:
     names = {"pp=2 schedule=vhalf", "dp=2 @build", "pp=2 @build", "pp=2 schedule=interleaved1f1b"}
     kinds: set[str] = set()
@@ -418,7 +418,7 @@ class Net(torch.nn.Module):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_verify_that_is_stuck_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

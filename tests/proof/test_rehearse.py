@@ -95,7 +95,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_alarm_and_each_rank_asks_what_real_ranks_do(name: str, tmp_path: Path) -> None:
@@ -125,7 +124,6 @@ def test_ranks_that_agree_cannot_hang() -> None:
     assert as_data(result)["messages_a_step"] == 4  # two microbatches, there and back
 
 
-@pytest.mark.slow
 @pytest.mark.grid
 def test_a_rank_asks_the_same_as_the_one_that_is_run_for_it() -> None:
     config = tiny(2, 4, tp=2, **SMALL | {"layers": 2, "batch_size": 8})

@@ -32,7 +32,6 @@ for field in dataclasses.fields(Config):
         KEYS += [(f"{field.name}.{inner.name}", []) for inner in dataclasses.fields(hint)]
 
 
-@pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize("key, choices", KEYS, ids=[f"{key} {''.join(c)}" for key, c in KEYS])
 def test_a_nonsense_value_is_an_error_with_a_fix(

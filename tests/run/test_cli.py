@@ -173,7 +173,6 @@ def test_runs_started_in_the_same_second_have_separate_folders(tmp_path: Path) -
     assert len({*made}) == 10 and all(folder.is_dir() for folder in made)
 
 
-@pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_run_completes_though_its_streams_are_closed(closed: str, tmp_path: Path) -> None:

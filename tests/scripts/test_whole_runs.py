@@ -40,7 +40,7 @@ def test_the_scripts_have_no_mistake_that_a_shell_would_find_while_it_runs() -> 
     assert all(os.access(path, os.X_OK) for path in SCRIPTS)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_base_model_is_made_of_a_corpus_and_learns_to_chat(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     shutil.copytree(Path(json.__file__).parent, corpus, ignore=shutil.ignore_patterns("*.pyc"))
@@ -69,7 +69,7 @@ def test_a_base_model_is_made_of_a_corpus_and_learns_to_chat(tmp_path: Path) -> 
     assert "nothing to do: the run is at step 100" in again
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_swept_mixture_resumes_in_another_layout(tmp_path: Path) -> None:
     model = f"model=moe_tiny {SIZES} model.moe_intermediate_size=64 model.bias_rate=0.0"
     text = pipeline("moe.sh", tmp_path, MODEL=model, STEPS="8", RATES="1e-3,3e-3")

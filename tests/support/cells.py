@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 Cells = list[Any]  # values, or what pytest.param returns
-GRID = [pytest.mark.slow, pytest.mark.grid]
+GRID = pytest.mark.grid  # and slow, by conftest.py
 
 
 def cells(
@@ -16,13 +16,12 @@ def cells(
 ) -> Cells:
     """Cases with their names; those of `more` are slow, others of `rest` left out by .ci/run,
     too."""
-    slow_ones = [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in more.items()]
-    others = [
-        pytest.param(case, id=name, marks=GRID)
-        for name, case in (rest or {}).items()
-        if name not in more
+    slow_ones = [
+        pytest.param(case, id=name, marks=pytest.mark.slow if name in more else GRID)
+        for name, case in ((rest or {}) | more).items()
+        if name not in default
     ]
-    return [pytest.param(case, id=name) for name, case in default.items()] + slow_ones + others
+    return [pytest.param(case, id=name) for name, case in default.items()] + slow_ones
 
 
 def meshes(*names: str) -> dict[str, dict[str, int]]:

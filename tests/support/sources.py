@@ -109,6 +109,23 @@ class Noisy(Reshuffled):
             yield each | {"inputs": torch.where(torch.rand(1) < 0.5, 0, each["inputs"])}
 
 
+class Drawn(IterableDataset):
+    """Draws from the global generators: as it begins the order of all samples, of which a reader
+    has every readers-th, then which of 8 of them is the next."""
+
+    def __init__(self, seq_len: int, samples: int, reader: int, readers: int) -> None:
+        self._args = (seq_len, samples, reader, readers)
+
+    def __iter__(self) -> Iterator[Sample]:
+        seq_len, samples, reader, readers = self._args
+        order = torch.randperm(samples).tolist()[reader::readers]
+        for last in range(8, len(order) + 8):
+            waiting = order[last - 8 : last]
+            chosen = random.randrange(len(waiting))
+            order[last - 8 : last] = [waiting.pop(chosen), *waiting]
+            yield sample(order[last - 8], seq_len)
+
+
 class Once(Stateful):
     """An iterator, which has one end, and goes on from where a state has put it."""
 
@@ -170,6 +187,10 @@ def reshuffled(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) 
 
 def noisy(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) -> Data:
     return _data(Noisy(seq_len, samples, reader, readers))
+
+
+def drawn(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) -> Data:
+    return _data(Drawn(seq_len, samples, reader, readers))
 
 
 def once(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) -> Data:
@@ -240,6 +261,10 @@ class Embedded(torch.nn.Module):
 
 def copies(seq_len: int) -> Data:
     return _data(Stateful(seq_len, SAMPLES, 0, 1))
+
+
+def drawn_copies(seq_len: int) -> Data:
+    return _data(Drawn(seq_len, SAMPLES, 0, 1))
 
 
 def alone(seq_len: int) -> Any:
@@ -366,7 +391,7 @@ def mapped_section(kind: str, folder: Path) -> Any:
 
 
 OWN = ["dividing", "generator", "stateful", "reshuffled", "stateful_loader", "nodes"]
-OWN += ["hugging_face"]
+OWN += ["hugging_face", "drawn"]
 TEXT = ["text", "jsonl", "compressed", "parquet", "saved", "tars", "token_files", "mixture"]
 TEXT += ["documents"]
 STREAMS = [*OWN, *TEXT]

@@ -42,7 +42,7 @@ def test_branches_that_alternate_between_steps_match_eager(tmp_path: Path) -> No
     assert_proven(config, tmp_path, PATIENCE)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_batches_of_many_lengths_share_a_graph(tmp_path: Path) -> None:
     data = Custom("support.samples.phrases", {})
     config = tiny(pp=2, compile=True, layers=4, data=data, steps=8)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from support import saved_runs
-from support.cells import cells
+from support.cells import GRID, cells, slow
 from support.families import hf, moe
 from support.models import tiny
 from support.world import run_world
@@ -282,7 +282,7 @@ MORE_LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", cells(LAYOUTS, MORE_LAYOUTS))
+@pytest.mark.parametrize("case", cells(LAYOUTS, {}, MORE_LAYOUTS))
 def test_exact_layouts_are_bitwise_equal(case: Any, tmp_path: Path) -> None:
     trained, others = case
     first = bits(exact(tmp_path, **trained))
@@ -294,8 +294,8 @@ def test_exact_layouts_are_bitwise_equal(case: Any, tmp_path: Path) -> None:
     ("trained", "layouts"),
     [
         ({}, MOVES[:2]),
-        pytest.param({}, MOVES, marks=pytest.mark.slow),
-        pytest.param(MOE, [EXPERTS[0], {"pp": 2}, *EXPERTS[1:]], marks=pytest.mark.slow),
+        pytest.param({}, MOVES, marks=GRID),
+        pytest.param(MOE, [EXPERTS[0], {"pp": 2}, *EXPERTS[1:]], marks=GRID),
     ],
     ids=["one", "eight", "experts"],
 )
@@ -505,7 +505,7 @@ def differences(config: Config, worker: Worker, layout: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("layout", FAULTS)
+@pytest.mark.parametrize("layout", ["pp=2", *slow("dp=2 ep=2", marks=GRID)])
 def test_verify_names_the_first_bit_that_differs(layout: str, tmp_path: Path) -> None:
     mesh = {"dp": 2, "ep": 2, **MOE} if layout == "dp=2 ep=2" else {"pp": 2}
     more = {"optimizer": AdamW(clip=0.1), "precision": BF16, "verify": Verify(steps=2)}

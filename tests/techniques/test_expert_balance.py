@@ -103,7 +103,7 @@ MORE_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
+@pytest.mark.parametrize("config", cells(LAYOUTS, {}, MORE_LAYOUTS))
 def test_every_layout_trains_and_balances_as_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path, timeout=300)
 
@@ -270,7 +270,7 @@ def test_an_own_mixture_that_computes_padding_drops_no_choices(tmp_path: Path) -
     assert [step["loads"][2] for step in found] == [0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_batches_with_padding_compile_nothing_more_in_a_step_or_a_validation(
     tmp_path: Path,
 ) -> None:

@@ -534,7 +534,6 @@ def test_every_mesh_axis_matches_one_process_in_float8(config: Config, tmp_path:
 # --- checkpoints --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.grid
 def test_a_run_resumes_in_another_precision_and_back(tmp_path: Path) -> None:
     """Three steps in float8, then one each in fp32, in bf16, in float8; losses as in fp32 alone."""

@@ -192,7 +192,6 @@ COMMANDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.grid
 def test_every_file_of_a_run_follows_the_umask_of_the_shell(tmp_path: Path) -> None:
     umask = 0o027  # of the three kinds of users each has other rights

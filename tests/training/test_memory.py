@@ -46,7 +46,6 @@ def train_two_steps(config: Config, worker: Worker) -> int:
     return peak_memory(mesh.device).allocated - before
 
 
-@pytest.mark.slow
 @pytest.mark.grid
 def test_memory_scales_down_with_pp_and_dp(tmp_path: Path) -> None:
     sizes = {

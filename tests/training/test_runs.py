@@ -133,7 +133,6 @@ def assert_goes_on_as_if_uninterrupted(run_dir: Path, whole: Path) -> None:
     assert numbers(run_dir) == numbers(whole)
 
 
-@pytest.mark.slow
 @pytest.mark.grid
 def test_a_signal_stops_a_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
     """A signal to the driver of two workers."""

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from support import forged
-from support.cells import slow
+from support.cells import GRID, slow
 from support.forged import Forge, fall_of, watched_ends
 from support.saved_runs import reseal
 from titanlike.core.checkpoint.storage import STATE
@@ -158,7 +158,7 @@ def is_text(text: str) -> bool:
     return not any(unicodedata.category(letter) in ("Cc", "Cf", "Cs") for letter in plain)
 
 
-@pytest.mark.parametrize("seed", slow(*range(8)))
+@pytest.mark.parametrize("seed", slow(*range(8), marks=GRID))
 def test_no_command_falls_to_a_forged_run(seed: int, forge: Forge) -> None:
     draw = random.Random(seed)
     commands = [words for _ in range(EACH) for words in forged_run(forge, draw)]

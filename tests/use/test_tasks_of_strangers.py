@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from support import forged
-from support.cells import slow
+from support.cells import GRID, slow
 from support.forged import Forge, watched_ends
 from titanlike.core.checkpoint.storage import STATE
 from titanlike.formats.tokenizer import write_tokenizer
@@ -65,7 +65,7 @@ def write_tasks(folder: Path, text: str, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", slow("run", "tokenizer", "transformers"))
+@pytest.mark.parametrize("kind", slow("run", "tokenizer", "transformers", marks=GRID))
 def test_tasks_on_a_received_folder_use_nothing_that_it_names(
     kind: str, forge: Forge, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """A mixture of several corpora (`data=mixture`), by weights that may change over the steps.
 
 1. `Quotas` assigns the sequences of each step to the sources. After every step each source has had
-   its share of all sequences so far, to within one.
+   its share of all sequences so far, to within two sequences.
 2. A source's n-th sequence in the run is the n-th of its own shuffled order, which differs in each
    of its epochs. So nothing repeats before all of a source has been read.
 3. The sequences of a step are shuffled.

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
+from types import ModuleType
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -25,13 +26,14 @@ from titanlike.core.data.checked import Call, CheckedSource, checked_source
 from titanlike.core.data.draws import Draws
 from titanlike.core.data.kinds import DataError
 from titanlike.core.data.readers import held_out_problems, reader_problems
-from titanlike.core.data.sources import Batch, Data
+from titanlike.core.data.sources import Batch, Data, source_fingerprint
 from titanlike.core.torch_private.loader_worker import read_as_part
 from titanlike.formats import state_json
 from titanlike.formats.stream_nodes import Repeated, State, hash_of
 from titanlike.formats.stream_source import HeldOutSource, StreamSource, not_saved
 
 _TRIED = (2, 5, 10)  # states after so many samples are tried, up to the last of these
+_PARTS = 10_000  # objects within a stream that are looked at
 
 
 def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
@@ -49,6 +51,7 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     together = opened.variable is None
     train = StreamSource(config, readers, opener, {}, collate=checks.collate, together=together)
     opener.count_sample = train.count_sample
+    opener.held_items = lambda reader: train.head(reader).items
     if opened.validation is not None:
         train.held_batches = 0
     if opener.try_first_samples(train.readers) and train.held_batches:
@@ -64,13 +67,16 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
         fix = "let the function take reader and readers and give every readers-th sample from the "
         fix += "reader-th one, or divide by get_worker_info(), or write data.readers=1"
         raise DataError("data.name", data.name, reason, fix)
+    fingerprint = opened.fingerprint or f"a stream of {data.name}"
+    if held is not None and not opened.fingerprint:
+        fingerprint += f", validation of {source_fingerprint(held)}"
     return replace(
         opened,
         train=train,
         validation=HeldOutSource(train) if held is None else held,
         example=checks.example(),
         description=f"{opened.description}, streamed by {train.readers} readers",
-        fingerprint=opened.fingerprint or f"a stream of {data.name}",
+        fingerprint=fingerprint,
     )
 
 
@@ -85,6 +91,7 @@ class _Opener:
     by_place = True
     restores: bool = True  # whether the stream's state brings it back
     count_sample: Callable[[], object] = lambda: None  # called as a reader reads forward
+    held_items: Callable[[int], int] = lambda reader: 0  # how many a reader begins its epoch with
 
     def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
         rows = OwnRows(self, reader, readers)
@@ -143,7 +150,9 @@ class OwnRows(BaseNode[Batch]):
     forward to its place.
 
     What an item draws from the global generators depends on the seed, the reader, the epoch and the
-    item's place in it alone.
+    item's place in it alone. Two exceptions, for a stream that shuffles by these generators: what
+    comes before the first item is the same for all readers, which divide one order among them, and
+    where there is no `set_epoch` each epoch begins with the held-out items of the first.
     """
 
     def __init__(self, opener: _Opener, reader: int, readers: int) -> None:
@@ -174,7 +183,7 @@ class OwnRows(BaseNode[Batch]):
         if hasattr(stream, "set_epoch"):
             stream.set_epoch(self.epoch)
         self._open, self._count, behind = stream, 0, state["count"]
-        with self._reading("begin"):
+        with self._reading(-1):
             restored = opener.restores and state["state"] is not None
             if isinstance(stream, BaseNode):
                 stream.reset(state["state"] if restored else None)
@@ -193,11 +202,15 @@ class OwnRows(BaseNode[Batch]):
         self._count = behind
 
     @contextmanager
-    def _reading(self, place: int | str) -> Iterator[None]:
-        """A context in which the stream is read, as a part of it, with this place's draws."""
+    def _reading(self, place: int) -> Iterator[None]:
+        """A context in which the stream is read, as a part of it, with this place's draws; place:
+        -1 as it begins."""
         info = read_as_part(self._reader, self._readers, self._opener.config.seed, self._info)
+        reader, epoch = self._reader if place > 0 else "all", self.epoch
+        if epoch and self.in_order and max(place, 0) < self._opener.held_items(self._reader):
+            epoch = 0
         with self._draws as draws, info:
-            draws.seed(self._opener.config.seed, self._reader, self.epoch, place)
+            draws.seed(self._opener.config.seed, reader, epoch, place)
             yield
 
     def next(self) -> Batch:
@@ -217,12 +230,14 @@ class OwnRows(BaseNode[Batch]):
 
 
 def _has_shuffle_buffer(stream: Any) -> bool:
-    """Return whether a dataset of `datasets` has one, which its state leaves out."""
-    found = [getattr(stream, "_ex_iterable", None)]
-    while found:
-        part = found.pop()
+    """Return whether a stream is, or holds, a dataset of `datasets` that has one, which its state
+    leaves out. It may bring back the samples that are tried, and not later ones."""
+    parts, seen = [stream], set[int]()
+    for part in parts:  # which grow
         if "Shuffled" in type(part).__name__ and hasattr(part, "buffer_size"):
             return True
-        found += [getattr(part, "ex_iterable", None)] * hasattr(part, "ex_iterable")
-        found += getattr(part, "ex_iterables", ())
+        held = part if isinstance(part, dict) else getattr(part, "__dict__", {})
+        if len(parts) < _PARTS and id(part) not in seen and not isinstance(part, type | ModuleType):
+            parts += islice(part if isinstance(part, list | tuple) else held.values(), 100)
+        seen.add(id(part))
     return False

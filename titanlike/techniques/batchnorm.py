@@ -53,18 +53,34 @@ class Moments:
         return torch.cat([count, self.count * offset, self.squares + self.count * offset**2])
 
 
-class BatchNorms(Transform):
-    """The batch norms of this rank's stages that have running statistics."""
+class _Collects(Transform):
+    """Batch norms, and what an update needs of each of their calls in a forward."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self) -> None:
         self._modules: list[BatchNorm] = []
-        # by module: the moments of each of its calls in a forward, over all microbatches
-        self._moments: dict[nn.Module, list[Moments]] = {}
-        self._calls: Counter[nn.Module] = Counter()  # in the current forward
+        self._collected: dict[BatchNorm, list[Any]] = {}
+        self._calls: Counter[BatchNorm] = Counter()  # in the current forward
         self._collecting = False
 
+    @contextmanager
+    def training(self, tokens: Tensor) -> Iterator[None]:
+        """A context whose forwards count in the next update; earlier ones are dropped."""
+        self._collected, self._collecting = {module: [] for module in self._modules}, True
+        try:
+            yield
+        finally:
+            self._collecting = False
+
+
+class BatchNorms(_Collects):
+    """The batch norms of this rank's stages that have running statistics: of each of their calls
+    the moments over all microbatches."""
+
     by_microbatch = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self._mesh = mesh
 
     def in_one_process(self, model: nn.Module) -> Transform:
         return _WholeBatchStatistics(model)
@@ -78,21 +94,11 @@ class BatchNorms(Transform):
             stage.register_forward_pre_hook(lambda *_: self._calls.clear())
         self._modules += norms
 
-    @contextmanager
-    def training(self, tokens: Tensor) -> Iterator[None]:
-        """A context whose forwards count in the next update; earlier ones are dropped."""
-        self._moments = {module: [] for module in self._modules}
-        self._collecting = True
-        try:
-            yield
-        finally:
-            self._collecting = False
-
     @torch.no_grad()
     def after_update(self, skip: Tensor | None) -> None:
         """Update the running statistics by the collected moments. Collective over dp."""
-        collected = [(module, m) for module in self._modules for m in self._moments.get(module, ())]
-        self._moments = {}
+        collected = [(module, m) for module, moments in self._collected.items() for m in moments]
+        self._collected = {}
         if not collected:
             return
         # the running mean, the same on all ranks, serves as the center of the sums
@@ -120,7 +126,7 @@ class BatchNorms(Transform):
         # not again in a recomputation (activation checkpointing)
         if not (self._collecting and module.training) or in_backward():
             return
-        moments, call = self._moments[module], self._calls[module]
+        moments, call = self._collected[module], self._calls[module]
         self._calls[module] += 1
         if call == len(moments):
             moments.append(Moments(_running_mean(module)))
@@ -128,31 +134,20 @@ class BatchNorms(Transform):
             moments[call].add(args[0].detach())
 
 
-class _WholeBatchStatistics(Transform):
+class _WholeBatchStatistics(_Collects):
     """The running statistics of an unsplit batch, by torch's batch norm: each module is called once
     with the inputs of all microbatches."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._norms = freeze_statistics(model)
-        # by module: the inputs of each of its calls in a forward
-        self._inputs: dict[BatchNorm, list[list[Tensor]]] = {}
-        self._calls: Counter[BatchNorm] = Counter()
-        self._collecting = False
+        super().__init__()
+        self._modules += freeze_statistics(model)
         model.register_forward_pre_hook(lambda *_: self._calls.clear())
-        for norm in self._norms:
+        for norm in self._modules:
             norm.register_forward_pre_hook(self._collect)
-
-    @contextmanager
-    def training(self, tokens: Tensor) -> Iterator[None]:
-        self._inputs, self._collecting = {norm: [] for norm in self._norms}, True
-        try:
-            yield
-        finally:
-            self._collecting = False
 
     @torch.no_grad()
     def after_update(self, skip: Tensor | None) -> None:
-        for norm, calls in self._inputs.items():
+        for norm, calls in self._collected.items():
             norm.track_running_stats = True
             for inputs in calls:
                 norm(torch.cat(inputs))
@@ -161,7 +156,7 @@ class _WholeBatchStatistics(Transform):
     def _collect(self, norm: BatchNorm, args: tuple[Tensor, ...]) -> None:
         if not self._collecting or in_backward():  # where blocks are recomputed
             return
-        calls, call = self._inputs[norm], self._calls[norm]
+        calls, call = self._collected[norm], self._calls[norm]
         self._calls[norm] += 1
         if call == len(calls):
             calls.append([])

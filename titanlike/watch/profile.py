@@ -94,7 +94,7 @@ class Profile:
         self._ranges.close()
         if self._snapshots:
             if begins:
-                accelerator.start_memory_history(self._device)
+                accelerator.record_memory_history(self._device, begin=True)
         elif self._profiler is not None:
             self._profiler.step()
         else:
@@ -159,7 +159,7 @@ class Profile:
             return False
         finally:
             if self._snapshots:
-                accelerator.stop_memory_history(self._device)
+                accelerator.record_memory_history(self._device, begin=False)
         return True
 
 

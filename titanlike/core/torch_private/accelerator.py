@@ -52,17 +52,13 @@ def has_memory_history(device: torch.device) -> bool:
     return hasattr(memory, "_record_memory_history") and hasattr(memory, "_dump_snapshot")
 
 
-def start_memory_history(device: torch.device) -> None:
-    """Record allocations with Python stacks only: C++ frames take minutes to write."""
-    memory = torch.get_device_module(device).memory
-    memory._record_memory_history(stacks="python", max_entries=MOST_EVENTS)
+def record_memory_history(device: torch.device, begin: bool) -> None:
+    """Begin or end to record allocations, with Python stacks only: C++ frames take minutes to
+    write."""
+    options = {"stacks": "python", "max_entries": MOST_EVENTS} if begin else {"enabled": None}
+    torch.get_device_module(device).memory._record_memory_history(**options)
 
 
 def write_memory_history(device: torch.device, path: Path) -> None:
     """Write a snapshot of the memory and its history, for pytorch.org/memory_viz."""
     torch.get_device_module(device).memory._dump_snapshot(str(path))
-
-
-def stop_memory_history(device: torch.device) -> None:
-    """Stop recording allocations."""
-    torch.get_device_module(device).memory._record_memory_history(enabled=None)

@@ -70,11 +70,9 @@ def hide_checkpoint_warning() -> None:
     functionalized before the list is used. Test:
     `test_compile_fences.py::test_torch_warns_of_selective_checkpointing_under_compile`.
     """
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_checkpoint_warning)
-
-
-def _is_no_checkpoint_warning(record: logging.LogRecord) -> bool:
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+    wrong = "context_fn is passed to torch.utils.checkpoint"
+    logger = logging.getLogger("torch._higher_order_ops.wrap")
+    logger.addFilter(lambda record: wrong not in record.getMessage())
 
 
 def graph_count() -> int:
