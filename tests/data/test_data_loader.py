@@ -340,6 +340,7 @@ for step, batch in enumerate(batches(open_data(config).train, config, dp_rank=0)
 """
 
 
+@pytest.mark.slow
 def test_loader_processes_serve_the_last_step_and_end_quietly(tmp_path: Path) -> None:
     """Ctrl-C and a launcher's SIGTERM reach the whole group, and the run decides what to do."""
     process = subprocess.Popen(

@@ -65,7 +65,7 @@ def test_a_resume_within_a_line_over_several_parts_goes_on_in_it(tmp_path: Path)
 
 LAYOUTS = meshes("dp=2", "pp=2 dp=2", "pp=3", "dp=4 workers=2", "tp=2", "cp=2")
 MOST = [f"{kind} in {layout}" for kind in STREAMS for layout in LAYOUTS]
-DEFAULT = ["mixture in pp=2 dp=2", "jsonl in pp=3"]
+DEFAULT = ["mixture in pp=2 dp=2"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from support.cells import GRID, slow
 from support.fake_accelerator import LAYOUTS
 from support.paths import ROOT
 
-FEW = ["one process", "chunked loss", "dp", "pp", "exact"]
+FEW = ["chunked loss", "dp", "pp"]
 
 
 @pytest.mark.parametrize(

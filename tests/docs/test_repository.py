@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-import titanlike
 from support.paths import ROOT
 
 WORKFLOWS = {
@@ -69,12 +68,6 @@ def test_no_package_has_more_lines_than_its_budget(tree: str) -> None:
     )
 
 
-def test_the_citation_is_of_this_version() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
-    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
-    assert citation["version"] == titanlike.__version__ and citation["license"] == "Apache-2.0"
-
-
 def test_every_page_is_in_the_sites_contents() -> None:
     contents = (ROOT / "mkdocs.yml").read_text("utf-8")
     pages = [path.name for path in (ROOT / "docs").glob("*.md")]
@@ -93,9 +86,6 @@ def test_the_site_has_every_page_and_finds_its_words(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "search" / "search_index.json").read_text("utf-8"))
     found = {entry["location"].partition("/")[0] for entry in index["docs"]}
     assert found >= {*pages, "CONTRIBUTING"}
-    outside = re.findall(r'<(?:script|link)[^>]+(?:src|href)="(https?://[^"]+)"', _first(tmp_path))
+    first = (tmp_path / "index.html").read_text("utf-8")
+    outside = re.findall(r'<(?:script|link)[^>]+(?:src|href)="(https?://[^"]+)"', first)
     assert [link for link in outside if "canonical" not in link] == [], "nothing is loaded"
-
-
-def _first(folder: Path) -> str:
-    return (folder / "index.html").read_text("utf-8")

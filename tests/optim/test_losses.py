@@ -65,7 +65,7 @@ MORE_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS, most=3))
 def test_losses_in_layouts_match_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 

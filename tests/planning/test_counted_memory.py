@@ -42,7 +42,6 @@ LAYOUTS = {
     "pp=2": small(2, 1, Schedule("1f1b", 4), layers=2),
 }
 MORE_LAYOUTS = {
-    "partial sums": memory_layouts.LAYOUTS["1f1b, pp=1, exact"],
     "dp=2, ZeRO 3, bf16, selective": small(
         1,
         2,
@@ -60,7 +59,6 @@ MORE_LAYOUTS = {
     "cp=2": layout(2, 1, _1F1B, cp=2),
     **memory_layouts.LAYOUTS,
 }
-del MORE_LAYOUTS["1f1b, pp=1, exact"]
 LAST_LAYOUTS = {
     name: MORE_LAYOUTS.pop(name)
     for name in ("1f1b, pp=1 dp=2, ZeRO 3", "1f1b, pp=1 tp=2, large logits")

@@ -91,7 +91,7 @@ MORE_LAYOUTS: dict[str, tuple[Config, dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("row", cells(LAYOUTS, MORE_LAYOUTS))
+@pytest.mark.parametrize("row", cells(LAYOUTS, MORE_LAYOUTS, most=1))
 def test_what_a_rank_sends_in_a_step(row: tuple[Config, dict[str, int]]) -> None:
     config, expected = row
     assert counted(config) == expected

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from support.cells import slow
 from titanlike.planning.whole_run import DAY, GPU_MTBF, RunTerms, RunTimes, simulate_runs
 from titanlike.run import tools
 
@@ -157,7 +158,7 @@ def test_mistakes_in_the_terms_are_answered_with_values_that_work(capsys, words,
 
 
 @pytest.mark.parametrize(
-    "words", ["mtbf=2m tokens=1e17", "mtbf=3s start=10m", "mtbf=90s storage=1e6"]
+    "words", ["mtbf=3s start=10m", *slow("mtbf=2m tokens=1e17", "mtbf=90s storage=1e6")]
 )
 def test_a_run_that_would_fail_too_often_is_answered_with_failures_that_it_survives(
     capsys, words: str
@@ -169,7 +170,7 @@ def test_a_run_that_would_fail_too_often_is_answered_with_failures_that_it_survi
     assert code == 0 and json.loads(text)["failures"]["p90"] < 20_000
 
 
-@pytest.mark.parametrize("data", ["data=tokens", "data.tokenizer=/no/such", "data=chat"])
+@pytest.mark.parametrize("data", ["data=tokens", *slow("data.tokenizer=/no/such", "data=chat")])
 def test_a_plan_needs_no_data_where_the_model_says_its_vocabulary(capsys, data: str) -> None:
     words = ["model=llama3_1b", "hardware=h200", "--json"]
     code, text, said = plan(capsys, *words, data)

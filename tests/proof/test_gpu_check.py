@@ -297,8 +297,8 @@ with _logged(Path(sys.argv[1]), int(sys.argv[2])):
     "does, said",
     [
         (["stands"], "stuck, or in one long call: its ranks used 0.0 s of CPU in 1 s"),
-        (["stopped", "stands"], "stuck, or in one long call"),
         (["stands", "moves"], "slow: rank 1 moved on"),
+        *slow((["stopped", "stands"], "stuck, or in one long call")),
     ],
 )
 def test_hung_ranks_are_told_from_slow_ones(does: list[str], said: str, tmp_path: Path) -> None:

@@ -12,10 +12,15 @@ GRID = pytest.mark.grid  # and slow, by conftest.py
 
 
 def cells(
-    default: dict[str, Any], more: dict[str, Any], rest: dict[str, Any] | None = None
+    default: dict[str, Any],
+    more: dict[str, Any],
+    rest: dict[str, Any] | None = None,
+    most: int | None = None,
 ) -> Cells:
     """Cases with their names; those of `more` are slow, others of `rest` left out by .ci/run,
-    too."""
+    too. most: of those of `default`, the others are slow."""
+    more = dict(list(default.items())[most:] if most else {}) | more
+    default = dict(list(default.items())[:most])
     slow_ones = [
         pytest.param(case, id=name, marks=pytest.mark.slow if name in more else GRID)
         for name, case in ((rest or {}) | more).items()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
-from support.cells import cells
+from support.cells import cells, slow
 from support.counted_calls import CountedCalls
 from support.families import hf, moe
 from support.models import tiny
@@ -286,7 +286,7 @@ DOCUMENTS = Custom("models.test_attention.data")
 BY_OFFSETS = {"llama": {"layers": 2, "data": DOCUMENTS}, "a window": {"model": hf("mistral")}}
 
 
-@pytest.mark.parametrize("method", ["gather", "ulysses"])
+@pytest.mark.parametrize("method", ["gather", *slow("ulysses")])
 @pytest.mark.parametrize("what", BY_OFFSETS)
 def test_document_attention_by_offsets_matches_the_full_sequence(
     what: str, method: str, tmp_path: Path

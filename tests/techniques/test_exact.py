@@ -282,7 +282,7 @@ MORE_LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", cells(LAYOUTS, {}, MORE_LAYOUTS))
+@pytest.mark.parametrize("case", cells(LAYOUTS, {}, MORE_LAYOUTS, most=3))
 def test_exact_layouts_are_bitwise_equal(case: Any, tmp_path: Path) -> None:
     trained, others = case
     first = bits(exact(tmp_path, **trained))

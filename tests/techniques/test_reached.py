@@ -58,7 +58,7 @@ MORE_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS, most=1))
 def test_parameters_without_gradients_are_not_updated(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 

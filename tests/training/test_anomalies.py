@@ -294,7 +294,7 @@ def test_a_run_stops_with_what_was_bad_and_the_checkpoint_before(tmp_path: Path)
     assert "step 10 in a row, so that skipping does not help" in skipping
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, *slow(2)])
 @pytest.mark.parametrize(
     ("job", "train_counts", "said"),
     [

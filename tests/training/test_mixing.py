@@ -102,7 +102,7 @@ def refusals(_: Config, worker: Worker, configs: list[Config]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world", cells(WORLDS, MORE_WORLDS))
+@pytest.mark.parametrize("world", cells(WORLDS, MORE_WORLDS, most=1))
 def test_only_models_that_mix_samples_are_refused(
     world: tuple[list[Config], list[Config]], tmp_path: Path
 ) -> None:
