@@ -27,8 +27,7 @@ LONGEST = ("test_the_main_job", "test_resume_runs_the_failed")  # with -m slow, 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    says = "the I-th of N parts of the tests, each with a share of every table"
-    parser.addoption("--part", metavar="I/N", default="1/1", help=says)
+    parser.addoption("--part", metavar="I/N", default="1/1", help="part I of N of the tests")
 
 
 @pytest.hookimpl(wrapper=True)  # before -m chooses, and after
@@ -42,6 +41,7 @@ def pytest_collection_modifyitems(
     for item in items:
         if item.get_closest_marker("grid"):
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.timeout(3600))
         elif item.get_closest_marker("slow"):
             lists.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in lists.items():

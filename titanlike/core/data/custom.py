@@ -55,7 +55,7 @@ def open_data(data: Custom, config: Config) -> Data:
         taken = parameters.keys() - arguments.keys() if "reader" in parameters else ()
         reader_arguments = {n: value for n, value in reader_arguments.items() if n in taken}
         for name in arguments.keys() - parameters.keys() if not any_name else ():
-            names = [*parameters, *_COMMON_KEYS]
+            names = sorted({*parameters} - {*sizes, *reader_arguments} | {*_COMMON_KEYS})
             fix = f"one of its arguments: {', '.join(f'data.{key}' for key in names)}"
             if near := nearest(name, names):
                 fix = f"data.{near}={override_text(arguments[name])}"
