@@ -33,7 +33,6 @@ from titanlike.formats.stream_nodes import Repeated, State, hash_of
 from titanlike.formats.stream_source import HeldOutSource, StreamSource, not_saved
 
 _TRIED = (2, 5, 10)  # states after so many samples are tried, up to the last of these
-_PARTS = 10_000  # objects within a stream that are looked at
 
 
 def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
@@ -51,7 +50,7 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     together = opened.variable is None
     train = StreamSource(config, readers, opener, {}, collate=checks.collate, together=together)
     opener.count_sample = train.count_sample
-    opener.held_items = lambda reader: train.head(reader).items
+    opener.head = train.head
     if opened.validation is not None:
         train.held_batches = 0
     if opener.try_first_samples(train.readers) and train.held_batches:
@@ -91,7 +90,7 @@ class _Opener:
     by_place = True
     restores: bool = True  # whether the stream's state brings it back
     count_sample: Callable[[], object] = lambda: None  # called as a reader reads forward
-    held_items: Callable[[int], int] = lambda reader: 0  # how many a reader begins its epoch with
+    head: Any = None  # of the StreamSource: what of a reader is held out
 
     def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
         rows = OwnRows(self, reader, readers)
@@ -207,7 +206,7 @@ class OwnRows(BaseNode[Batch]):
         -1 as it begins."""
         info = read_as_part(self._reader, self._readers, self._opener.config.seed, self._info)
         reader, epoch = self._reader if place > 0 else "all", self.epoch
-        if epoch and self.in_order and max(place, 0) < self._opener.held_items(self._reader):
+        if epoch and self.in_order and max(place, 0) < self._opener.head(self._reader).items:
             epoch = 0
         with self._draws as draws, info:
             draws.seed(self._opener.config.seed, reader, epoch, place)
@@ -237,7 +236,7 @@ def _has_shuffle_buffer(stream: Any) -> bool:
         if "Shuffled" in type(part).__name__ and hasattr(part, "buffer_size"):
             return True
         held = part if isinstance(part, dict) else getattr(part, "__dict__", {})
-        if len(parts) < _PARTS and id(part) not in seen and not isinstance(part, type | ModuleType):
+        if len(parts) < 10_000 and id(part) not in seen and not isinstance(part, type | ModuleType):
             parts += islice(part if isinstance(part, list | tuple) else held.values(), 100)
         seen.add(id(part))
     return False

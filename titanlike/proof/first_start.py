@@ -117,6 +117,7 @@ def _compare(config: Config, worker: Worker, key: str, code: dict[str, str]) -> 
     if not compared.agrees:
         if worker.rank == 0:
             print_found(exact, compared)
+        barrier(worker, "told", config.launch.timeout)  # the first to end ends those that print
         first = next(iter(code.items()), ("model.name", config.model.name))
         names = [row.full_name for row in compared.rows if not row.agrees]
         shown = ", ".join([*names, *compared.missing][:3])
