@@ -229,8 +229,8 @@ def short_stream(seq_len: int, reader: int, readers: int) -> Data:
 
 
 def lengths_differ(seq_len: int, samples: int = SAMPLES) -> Data:
-    train, validation = (Shortened(seq_len, count, 0, 1) for count in (samples, 40))
-    return Data(train, validation, 64, "of 8 to seq_len tokens", variable=VariableLength(4))
+    train, held = (Shortened(seq_len, b, a, 1) for a, b in ((0, samples), (samples, samples + 40)))
+    return Data(train, held, 64, "of 8 to seq_len tokens", variable=VariableLength(4))
 
 
 def hugging_face(seq_len: int, samples: int = SAMPLES) -> Data:
