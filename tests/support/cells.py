@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 
 Cells = list[Any]  # values, or what pytest.param returns
+Rows = dict[str, Any]  # by their names
 GRID = pytest.mark.grid  # and slow, by conftest.py
 
 
-def cells(
-    default: dict[str, Any],
-    more: dict[str, Any],
-    rest: dict[str, Any] | None = None,
-    most: int | None = None,
-) -> Cells:
+def cells(default: Rows, more: Rows, rest: Rows | None = None, most: int | None = None) -> Cells:
     """Cases with their names; those of `more` are slow, others of `rest` left out by .ci/run,
     too. most: of those of `default`, the others are slow."""
     more = dict(list(default.items())[most:] if most else {}) | more
