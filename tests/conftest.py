@@ -42,19 +42,22 @@ def pytest_collection_modifyitems(
     other idle."""
     lists: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("grid"):
-            item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.timeout(3600))
-        elif item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") and not item.get_closest_marker("grid"):
             lists.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in lists.items():
         apart = 4 if name.startswith(TABLE) else len(cases)
         for at, item in enumerate(cases):
             if at % apart:
                 item.add_marker(pytest.mark.grid)
+    for item in items:
+        if item.get_closest_marker("grid"):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.timeout(3600))
     items.sort(key=lambda item: not item.name.startswith(LONGEST))
     yield
     number, _, count = config.getoption("--part").partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError("--part: write a part and their number, as in --part 3/9")
     others = [item for at, item in enumerate(items) if at % int(count) != int(number) - 1]
     config.hook.pytest_deselected(items=others)
     items[:] = items[int(number) - 1 :: int(count)]

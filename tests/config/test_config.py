@@ -105,7 +105,7 @@ def choices(group: str) -> st.SearchStrategy[Any]:
     return st.one_of(options)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(instances(Config, **{group: choices(group) for group in {*VARIANTS, *OPEN_GROUPS}}))
 def test_a_config_written_and_read_again_is_the_same(config: Config) -> None:
     assert parse(to_plain(config)) == (config, [])

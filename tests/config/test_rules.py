@@ -56,7 +56,7 @@ def told(plain: dict[str, Any]) -> list[Problem]:
     return [*wrong, *validate.problems(config)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from(KEYS), NUMBERS)
 def test_any_number_is_refused_or_works(key: str, value: float) -> None:
     plain = with_value(key, value)
@@ -192,7 +192,7 @@ def named_in(fix: str) -> list[dict[str, int]]:
     return [{key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", mesh)} for mesh in meshes]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     pp=SMALL,
     dp=SMALL,
@@ -243,7 +243,7 @@ def test_proposed_meshes_are_ordered_by_similarity(monkeypatch: pytest.MonkeyPat
     assert problem.fix == nodes, "neither 257 stages nor 6 sequences among 257 ranks"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     tp=st.sampled_from([2, 4, 6, 8, 16]),
     pp=SMALL,

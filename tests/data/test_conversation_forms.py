@@ -72,7 +72,7 @@ ODD = st.recursive(
 
 
 @given(st.sampled_from(sorted(FORMS)), st.randoms(use_true_random=False), ODD, st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_row_with_something_else_in_a_field_is_a_bad_row(
     form: str, rng: Random, odd: Any, in_history: bool
 ) -> None:

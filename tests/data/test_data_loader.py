@@ -85,7 +85,7 @@ def test_every_mesh_reads_the_same_global_batches(tmp_path: Path, name: str) -> 
     assert not torch.equal(run_of(replace(config, seed=4), steps=20), alone)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(start=st.integers(0, 400), dp=st.sampled_from([1, 2, 4]))
 def test_data_resumes_at_any_step_in_any_layout(
     tmp_path_factory: pytest.TempPathFactory, start: int, dp: int
@@ -340,7 +340,6 @@ for step, batch in enumerate(batches(open_data(config).train, config, dp_rank=0)
 """
 
 
-@pytest.mark.slow
 def test_loader_processes_serve_the_last_step_and_end_quietly(tmp_path: Path) -> None:
     """Ctrl-C and a launcher's SIGTERM reach the whole group, and the run decides what to do."""
     process = subprocess.Popen(

@@ -15,14 +15,14 @@ sizes = st.integers(1, 5000)
 seeds = st.integers(-(2**63), 2**64)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(size=sizes, seed=seeds, epoch=st.integers(0, 2**20))
 def test_every_epoch_reads_every_sample_exactly_once(size: int, seed: int, epoch: int) -> None:
     order = shuffled_index(np.arange(epoch * size, (epoch + 1) * size), size, seed)
     assert sorted(order.tolist()) == list(range(size))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(size=st.one_of(sizes, st.just(2**40)), seed=seeds, start=st.integers(0, 2**45))
 def test_a_position_maps_to_the_same_sample_alone_and_in_bulk(
     size: int, seed: int, start: int
@@ -61,7 +61,7 @@ def test_the_order_is_fair(size: int) -> None:
         assert chi2 < kinds + 6 * np.sqrt(2 * kinds), "far from uniform"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     batch=st.sampled_from([1, 2, 6, 8, 32]),
     epoch_steps=st.one_of(st.floats(2, 14), st.floats(60, 160)),

@@ -63,7 +63,7 @@ def test_the_fingerprint_does_not_depend_on_where_tokens_are_stored(
         assert of(token_file(tmp_path / "a.bin", tokens), **layout) == first, layout
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_any_changed_token_or_length_changes_the_fingerprint(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -179,9 +179,7 @@ def test_the_fingerprint_of_a_stream_covers_its_validation_part() -> None:
 
 
 @pytest.mark.parametrize("kind", ["saved", "tars"])
-def test_the_fingerprint_of_a_stream_covers_the_sizes_of_its_files(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_streams_fingerprint_covers_the_sizes_of_its_files(kind: str, tmp_path: Path) -> None:
     config = of_source(kind, tmp_path)
     first = of_config(config)
     assert isinstance(config.data, StreamData) and config.data.path is not None

@@ -57,16 +57,16 @@ def test_a_table_is_read_compressed_or_not(kind: str, codec: str, tmp_path: Path
 
 
 VALUES = ("texts", "one text", "numbers", "nulls", "dictionary")
-BOMBS = {f"{kind}-{values}": (kind, values) for kind in KINDS[:-1] for values in VALUES}
-BOMBS |= {f"orc-{values}": ("orc", values) for values in VALUES[:2]}  # pyarrow writes no others
+UNFOLDING = {f"{kind}-{values}": (kind, values) for kind in KINDS[:-1] for values in VALUES}
+UNFOLDING |= {f"orc-{values}": ("orc", values) for values in VALUES[:2]}  # pyarrow writes no others
 FEW = ("arrow file-nulls", "parquet-dictionary", *(f"{kind}-texts" for kind in KINDS))
 
 
-@pytest.mark.parametrize("bomb", cells({name: BOMBS[name] for name in FEW}, BOMBS))
+@pytest.mark.parametrize("table", cells({name: UNFOLDING[name] for name in FEW}, UNFOLDING))
 def test_a_small_table_that_unfolds_to_much_is_refused(
-    bomb: tuple[str, str], tmp_path: Path
+    table: tuple[str, str], tmp_path: Path
 ) -> None:
-    kind, values = bomb
+    kind, values = table
     path = tmp_path / f"a.{SUFFIX.get(kind, kind)}"
     array: Any = pyarrow.array([LONG] * 66)
     if values == "one text":

@@ -13,11 +13,10 @@ from support.fake_accelerator import LAYOUTS
 from support.paths import ROOT
 
 FEW = ["chunked loss", "dp", "pp"]
+OTHERS = slow([name for name in LAYOUTS if name not in FEW], marks=GRID)
 
 
-@pytest.mark.parametrize(
-    "names", [FEW, *slow([n for n in LAYOUTS if n not in FEW], marks=GRID)], ids=len
-)
+@pytest.mark.parametrize("names", [FEW, *OTHERS], ids=len)
 def test_a_step_mixes_no_devices_and_never_synchronizes(names: list[str]) -> None:
     """In a process of its own, where torch is told of a device that it has no kernels for."""
     command = [sys.executable, "-m", "support.fake_accelerator", *names]

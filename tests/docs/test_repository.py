@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+import titanlike
 from support.paths import ROOT
 
 WORKFLOWS = {
@@ -66,6 +67,12 @@ def test_no_package_has_more_lines_than_its_budget(tree: str) -> None:
         f"the figures of {tree}/ in tests/budgets.yaml are {sum(budgets.values())} lines, which may "
         f"be {budget} in all: lower another figure by as many"
     )
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["version"] == titanlike.__version__ and citation["license"] == "Apache-2.0"
 
 
 def test_every_page_is_in_the_sites_contents() -> None:

@@ -46,7 +46,7 @@ def splits(draw: st.DrawFn) -> tuple[list[Unit], EvenSplit | PointSplit | Balanc
     return units, split, stages
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(splits())
 def test_every_module_is_in_exactly_one_stage_in_order(case):
     units, split, stages = case
@@ -78,7 +78,7 @@ def test_an_empty_stage_may_be_asked_for() -> None:
         partition(llama(2)[1:], BalanceSplit(balance=[0, 2]), 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
 def test_the_even_split_is_the_best_of_all(weights, data):
     """Lightest heaviest stage, then least squares, then the smaller stages first: by trying all."""

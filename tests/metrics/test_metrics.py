@@ -151,7 +151,7 @@ def test_an_ascii_terminal_gets_ascii():
     rows=st.lists(st.tuples(st.text(), st.integers(), st.floats(), st.text()), max_size=4),
     width=st.integers(10, 200),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_no_table_is_wider_than_its_limit(rows, width):
     """Whatever stands in its cells."""
     lines = table_lines("A title that is longer", ["name", "count", "x", "text"], rows, width)
@@ -170,7 +170,7 @@ def test_a_narrow_terminal_keeps_what_matters_most():
 
 
 @given(losses=st.lists(st.floats(), max_size=20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_metrics_jsonl_keeps_every_bit_of_every_float_as_strict_json(losses):
     """NaN and infinities too, and still every line is JSON that any program reads."""
 
@@ -194,7 +194,7 @@ def test_metrics_jsonl_keeps_every_bit_of_every_float_as_strict_json(losses):
 
 
 @given(data=st.data(), steps=st.integers(1, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_resumed_run_continues_metrics_jsonl_without_gap_or_repeat(data, steps):
     """Wherever a crash tore the file, and whichever earlier checkpoint the run resumes from."""
     with tempfile.TemporaryDirectory() as folder:

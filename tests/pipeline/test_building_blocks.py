@@ -51,7 +51,7 @@ def test_v_half_and_v_min_have_half_and_a_third_of_1f1bs_memory_and_small_bubble
         assert round(2 * (waits + 3 * microbatches)) <= steps
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from(["zbh1", "zbh2", "vhalf", "vmin"]), st.integers(1, 9), st.integers(1, 30))
 def test_any_number_of_ranks_and_microbatches_runs(name: str, pp: int, microbatches: int) -> None:
     order = check_order(SCHEDULES[name](pp, microbatches))

@@ -110,7 +110,7 @@ def can_run(order: Order) -> bool:
     return arrivals == sorted(arrivals)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(orders, st.data())
 def test_two_swapped_actions_are_refused_exactly_when_they_deadlock_or_cannot_run(
     order, data
@@ -127,7 +127,7 @@ def test_two_swapped_actions_are_refused_exactly_when_they_deadlock_or_cannot_ru
             check_order(swapped)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(orders)
 def test_an_order_is_walked_as_it_can_run_and_a_csv_reads_back_the_same(order) -> None:
     seen: list[Action] = []
@@ -139,7 +139,7 @@ def test_an_order_is_walked_as_it_can_run_and_a_csv_reads_back_the_same(order) -
     assert Order.from_csv(order.to_csv()) == order
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.one_of(
         st.builds(loop, st.integers(1, 5), st.integers(1, 3)),

@@ -44,7 +44,7 @@ def chosen(name: str, stages_per_rank: int = 2) -> Schedule | LoopedSchedule:
 schedules = st.builds(chosen, st.sampled_from(sorted(SCHEDULES)), st.integers(1, 4))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schedules, st.integers(1, 8), st.integers(1, 24))
 def test_a_schedule_gives_an_order_that_runs_or_refuses_what_torch_refuses_too(
     schedule, pp, microbatches
@@ -114,7 +114,7 @@ def test_placements_are_a_loop_or_a_v() -> None:
 # --- how many microbatches ---------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(schedules, st.integers(2, 8), st.integers(1, 96))
 def test_derived_microbatches_divide_the_batch_and_run(schedule, pp, batch) -> None:
     try:

@@ -66,7 +66,7 @@ def weight(split: CostedSplit) -> int:
 def test_no_other_split_costs_less(kinds: str) -> None:
     """With one stage a rank no split at all is; with several none where one unit is moved."""
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(cases(kinds))
     def check(case: tuple[StageCosts, tuple[int, ...]]) -> None:
         costs, place = case

@@ -20,7 +20,6 @@ def plan(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-@pytest.mark.slow
 def test_offers_within_the_budget_come_first_and_the_cheapest_before_others(
     capsys, tmp_path: Path
 ) -> None:

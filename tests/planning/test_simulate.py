@@ -34,7 +34,7 @@ def test_simulated_bubbles_match_the_closed_forms(p: int) -> None:
                 assert found == pytest.approx(expected), (name, p, m, v)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from(sorted(SCHEDULES)),
     st.sampled_from([1, 2, 4, 8]),

@@ -13,8 +13,7 @@ GRID = pytest.mark.grid  # and slow, by conftest.py
 
 
 def cells(default: Rows, more: Rows, rest: Rows | None = None, most: int | None = None) -> Cells:
-    """Cases with their names; those of `more` are slow, others of `rest` left out by .ci/run,
-    too. most: of those of `default`, the others are slow."""
+    """Cases: those of `more` are slow, of `rest` grid; most: of `default`, of which others are slow."""
     more = dict(list(default.items())[most:] if most else {}) | more
     default = dict(list(default.items())[:most])
     slow_ones = [

@@ -40,7 +40,7 @@ from titanlike.core.models.registry import build_model, initial_weights_of
     cuts=st.lists(st.floats(0, 1), max_size=4),
     seed=st.integers(0, 10),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_weight_is_initialized_alike_in_every_sharding(rows, width, cuts, seed) -> None:
     shape = torch.Size([rows, width])
     whole = draw(shape, slice(0, rows), seed, "layers.0.wq.weight", 0.0, 0.02)

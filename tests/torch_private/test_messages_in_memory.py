@@ -120,7 +120,7 @@ def test_torchs_losses_keep_what_the_last_stage_received(counts: list) -> None:
     assert received == MICROBATCHES
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     *(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 12)),
     *(st.booleans(), st.lists(st.tuples(st.integers(0, 7), st.integers(2, 9)), max_size=4)),

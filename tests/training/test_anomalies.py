@@ -100,7 +100,7 @@ def test_a_lasting_new_level_stops_being_a_spike() -> None:
     numbers=st.lists(st.tuples(NUMBERS | st.just(9.0), NUMBERS | st.just(9.0)), min_size=30),
     cut=st.integers(0, 30),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_resumed_run_detects_the_same_spikes(numbers, cut) -> None:
     """To the last bit: the state goes through a checkpoint's JSON."""
     whole, part = AnomalyDetector(watching(), {}), AnomalyDetector(watching(), {})

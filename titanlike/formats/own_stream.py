@@ -26,7 +26,7 @@ from titanlike.core.data.checked import Call, CheckedSource, checked_source
 from titanlike.core.data.draws import Draws
 from titanlike.core.data.kinds import DataError
 from titanlike.core.data.readers import held_out_problems, reader_problems
-from titanlike.core.data.sources import Batch, Data, source_fingerprint
+from titanlike.core.data.sources import Batch, Data
 from titanlike.core.torch_private.loader_worker import read_as_part
 from titanlike.formats import state_json
 from titanlike.formats.stream_nodes import Repeated, State, hash_of
@@ -49,8 +49,7 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     opener = _Opener(call, checks, config, data.args.get("repeat", True))
     together = opened.variable is None
     train = StreamSource(config, readers, opener, {}, collate=checks.collate, together=together)
-    opener.count_sample = train.count_sample
-    opener.head = train.head
+    opener.source = train
     if opened.validation is not None:
         train.held_batches = 0
     if opener.try_first_samples(train.readers) and train.held_batches:
@@ -66,16 +65,12 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
         fix = "let the function take reader and readers and give every readers-th sample from the "
         fix += "reader-th one, or divide by get_worker_info(), or write data.readers=1"
         raise DataError("data.name", data.name, reason, fix)
-    fingerprint = opened.fingerprint or f"a stream of {data.name}"
-    if held is not None and not opened.fingerprint:
-        fingerprint += f", validation of {source_fingerprint(held)}"
     return replace(
         opened,
         train=train,
         validation=HeldOutSource(train) if held is None else held,
         example=checks.example(),
         description=f"{opened.description}, streamed by {train.readers} readers",
-        fingerprint=fingerprint,
     )
 
 
@@ -89,8 +84,7 @@ class _Opener:
     repeat: bool
     by_place = True
     restores: bool = True  # whether the stream's state brings it back
-    count_sample: Callable[[], object] = lambda: None  # called as a reader reads forward
-    head: Any = None  # of the StreamSource: what of a reader is held out
+    source: Any = None  # the StreamSource whose readers' streams it opens
 
     def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
         rows = OwnRows(self, reader, readers)
@@ -197,7 +191,7 @@ class OwnRows(BaseNode[Batch]):
         for self._count in tqdm(range(behind), why, disable=not behind, file=sys.stderr):
             with self._reading(self._count):
                 next(self._items, None)
-            opener.count_sample()
+            opener.source.count_sample()
         self._count = behind
 
     @contextmanager
@@ -206,7 +200,7 @@ class OwnRows(BaseNode[Batch]):
         -1 as it begins."""
         info = read_as_part(self._reader, self._readers, self._opener.config.seed, self._info)
         reader, epoch = self._reader if place > 0 else "all", self.epoch
-        if epoch and self.in_order and max(place, 0) < self._opener.head(self._reader).items:
+        if epoch and self.in_order and max(place, 0) < self._opener.source.head(self._reader).items:
             epoch = 0
         with self._draws as draws, info:
             draws.seed(self._opener.config.seed, reader, epoch, place)

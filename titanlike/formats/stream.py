@@ -176,20 +176,21 @@ class _ReadsText:
         """Return, as JSON, what the samples depend on."""
         parts = list[list[Any]]()
         for name, section in _sections(self.data).items():
-            rows, split = _dataset(section), list[str]()
+            rows, chosen = _dataset(section), list[Any]()
             if (tokens := _token_files(section)) is not None:
                 parts.append([name, "tokens", [file.count for file in tokens.files]])
                 continue
             if rows is None:
                 files = text.find_files(section.path)
-            elif (place := Path(rows.path).expanduser()).exists():
-                files, split = text.files_under(place, {".tar", ".arrow"}), [rows.split]
             else:
-                parts.append([name, rows.path, rows.revision, rows.subset, rows.split])
-                continue
+                chosen = [rows.subset, rows.split]
+                if not (place := Path(rows.path).expanduser()).exists():
+                    parts.append([name, rows.path, rows.revision, *chosen])
+                    continue
+                files = text.files_under(place, {".tar", ".arrow"})
             sizes = [size for _, size, _ in text.file_states(files)]
             digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
-            parts.append([name, len(sizes), digest, self.data.text_key, *split])
+            parts.append([name, len(sizes), digest, self.data.text_key, *chosen])
         weights = [[n, s["weight"]] for n, s in self.data.sources.items()]
         return [*parts, weights]
 

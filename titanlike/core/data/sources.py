@@ -186,10 +186,15 @@ def data_fingerprint(data: Data, section: Any) -> dict[str, Any]:
         f"validation {name}".strip(): source_fingerprint(source)
         for name, source in data.validation_sets.items()
     }
-    if data.fingerprint is not None:
-        return {"fingerprint": data.fingerprint, **validation}
-    documents = getattr(section, "documents", False)
+    fingerprint = data.fingerprint
+    if fingerprint is None and isinstance(data.train, Stream):  # of one's own, without a name
+        fingerprint = f"a stream of {section.name}"
+        if not hasattr(data.validation, "of_stream"):
+            validation = validation or {"validation": source_fingerprint(data.validation)}
+    if fingerprint is not None:
+        return {"fingerprint": fingerprint, **validation}
     assert not isinstance(data.train, Stream), "a stream has a fingerprint"
+    documents = getattr(section, "documents", False)
     return {
         "training": source_fingerprint(data.train),
         **(validation or {"validation": source_fingerprint(data.validation)}),
