@@ -25,7 +25,7 @@ from titanlike.core.data.registry import DataError, open_data
 from titanlike.core.data.sources import IGNORE, REAL
 from titanlike.core.launch.worker import Worker
 from titanlike.core.training.session import keep_first_day, open_data_on_every_rank
-from titanlike.formats.chat import BUILT_IN, BadConversation, ChatTemplate, find_template
+from titanlike.formats.chat_template import BUILT_IN, BadConversation, ChatTemplate, find_template
 from titanlike.formats.tokenizer import ByteTokenizer, byte_tokenizer, write_tokenizer
 from titanlike.hf.hf_export import export
 from titanlike.use.generate import generate, load_model
@@ -68,7 +68,7 @@ def test_a_template_gets_the_day_of_the_runs_first_start(
 
     def ids(day: int, config: Config = config, writes: bool = True) -> torch.Tensor:
         clock = type("Clock", (datetime,), {"now": classmethod(lambda _: datetime(2026, 2, day))})
-        monkeypatch.setattr("titanlike.formats.chat.datetime", clock)
+        monkeypatch.setattr("titanlike.formats.chat_template.datetime", clock)
         worker = Worker(0, 1, 0, 1, Path(config.run_dir), None, [])
         data = open_data_on_every_rank(config, worker, writes=writes)
         return data.train[0]["inputs"]
@@ -99,7 +99,7 @@ def test_a_template_gets_the_day_of_the_runs_first_start(
 
 def ids_of_rank(config: Config, worker: Worker) -> torch.Tensor:
     """Whose run_dir is on a disk of its own."""
-    from titanlike.formats import chat as module
+    from titanlike.formats import chat_template as module
 
     config = replace(config, run_dir=f"{config.run_dir}/{worker.rank}")
     now = datetime(2026, 2, 4 + worker.rank)

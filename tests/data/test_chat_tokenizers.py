@@ -12,7 +12,7 @@ import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from support.tokenizers import write_tokenizer
-from titanlike.formats.chat import BUILT_IN, ChatTemplate
+from titanlike.formats.chat_template import BUILT_IN, ChatTemplate
 from titanlike.formats.tokenizer import open_tokenizer
 from titanlike.formats.tokenizer import write_tokenizer as export_tokenizer
 

@@ -20,7 +20,7 @@ from support.models import tiny
 from titanlike.core.config.groups.data import ChatData
 from titanlike.core.data import registry
 from titanlike.core.data.registry import DataError, open_data
-from titanlike.formats.chat import BUILT_IN, BadConversation, ChatTemplate
+from titanlike.formats.chat_template import BUILT_IN, BadConversation, ChatTemplate
 from titanlike.formats.conversation_forms import conversation, with_text_arguments
 from titanlike.formats.text import BadRow
 from titanlike.formats.tokenizer import ByteTokenizer

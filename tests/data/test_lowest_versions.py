@@ -38,7 +38,7 @@ def checked(what):
     assert not found, (what, found)
 from titanlike.core.config.groups.data import HFData
 from titanlike.formats import hf_dataset, text
-from titanlike.formats.chat import ChatTemplate
+from titanlike.formats.chat_template import ChatTemplate
 from titanlike.formats.tokenizer import ByteTokenizer
 command = f"touch {ran}-jinja"
 gen = {"key": "{{ cycler.__init__.__globals__.os.system('" + command + "') }}x", "url": "x"}

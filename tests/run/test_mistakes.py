@@ -144,6 +144,10 @@ def test_every_choice_of_a_sweep_is_checked_before_its_first_job() -> None:
     assert examined("-m", "schedule=gpipe,1f1b", "seed=range(3)").problems == []
 
 
+def test_keys_of_a_choice_that_does_not_exist_are_no_errors_of_their_own() -> None:
+    assert [problem.key for problem in problems_of(["data=custom", "data.name=my.data"])] == ["data"]
+
+
 def test_a_users_config_folder_adds_choices_and_must_exist(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("name: my.models.Mine\nwidth: 3\n")

@@ -30,7 +30,7 @@ from titanlike.core.config.received import Consent, check_places
 from titanlike.core.data.kinds import DataError, vocabulary
 from titanlike.core.metrics import units
 from titanlike.core.models.registry import build_model, complete_arguments
-from titanlike.formats.chat import find_template
+from titanlike.formats.chat_template import find_template
 from titanlike.formats.tokenizer import copy_tokenizer, write_tokenizer
 from titanlike.hf.hf_config import exported_config
 from titanlike.hf.hf_names import FAMILIES, counterpart

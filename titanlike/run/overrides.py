@@ -201,8 +201,9 @@ class CheckedOverrides:
                 self.add(Problem(str(key), value, reason, f"{key}: a,b"))
 
     def _split_by_kind(self) -> tuple[list[Override], list[Override]]:
-        """Return the valid overrides that choose a group's file, and those that set a key."""
-        groups, values = [], []
+        """Return the valid overrides that choose a group's file, and those that set a key, but for
+        those of a group whose choice is wrong: its keys are not known."""
+        groups, values, wrong = [], [], set()
         for override in self._overrides:
             if override.is_sweep_override() and not self.multirun:
                 self.add(self._advice().values_without_m(override))
@@ -214,7 +215,9 @@ class CheckedOverrides:
                 values.append(override)
             elif self._choice_exists(override):
                 groups.append(override)
-        return groups, values
+            elif not override.is_sweep_override():  # else its other choices tell
+                wrong.add(override.key_or_group)
+        return groups, [v for v in values if v.key_or_group.partition(".")[0] not in wrong]
 
     def _sweep_problem(self, override: Override) -> Problem | None:
         """Return why a sweep cannot have this override, if so."""

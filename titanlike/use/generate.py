@@ -30,7 +30,7 @@ from titanlike.core.data.kinds import DataError, vocabulary
 from titanlike.core.distributed.initialize import parameters_on_meta
 from titanlike.core.models.cache import KeyValueCache
 from titanlike.core.models.registry import MODELS, build_model, constructed_buffers
-from titanlike.formats.chat import ChatTemplate, find_template, first_day
+from titanlike.formats.chat_template import ChatTemplate, find_template, first_day
 from titanlike.formats.tokenizer import open_tokenizer, write_tokenizer
 from titanlike.hf.hf_config import check_sizes, is_count
 from titanlike.use.sampling import OnToken, Prompts, Sampling, continue_texts, next_tokens

@@ -105,7 +105,7 @@ def open_data_on_every_rank(config: Config, worker: Worker, *, writes: bool = Tr
     ConfigError for an error in the data.
     """
     if reads_chats(config):  # whose template may tell the day
-        from titanlike.formats.chat import begin_on, first_day
+        from titanlike.formats.chat_template import begin_on, first_day
 
         day = barrier(worker, "day", DATA_TIMEOUT, first_day(config.run_dir), listens=True)[0]
         begin_on(config.run_dir, day)
@@ -133,7 +133,7 @@ def reads_chats(config: Config) -> bool:
 def keep_first_day(config: Config) -> None:
     """Keep the day that chats were rendered with in run_dir."""
     if reads_chats(config):
-        from titanlike.formats.chat import first_day
+        from titanlike.formats.chat_template import first_day
 
         first_day(config.run_dir, first_day(config.run_dir))
 

@@ -40,13 +40,8 @@ from titanlike.techniques.cp.context_attention import ContextAttention, Looking,
 from titanlike.techniques.cp.context_tokens import ContextRanks, Take
 from titanlike.techniques.tp.operators import Layout, Shard, ShardingError
 from titanlike.techniques.tp.plan import Entry
-from titanlike.techniques.tp.traces import (
-    ReferenceTrace,
-    ShardedTrace,
-    first_line,
-    shapes_of,
-    tensors_in,
-)
+from titanlike.techniques.tp.sharded_trace import ShardedTrace
+from titanlike.techniques.tp.traces import ReferenceTrace, first_line, shapes_of, tensors_in
 
 IGNORED = -100  # a target without loss
 _PADDING = {"targets": IGNORED, "document_ids": -1}  # else 0, or False

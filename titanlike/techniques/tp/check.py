@@ -22,16 +22,9 @@ from titanlike.core.torch_private.compiler import as_if_compiling
 from titanlike.techniques.tp.operators import ShardingError
 from titanlike.techniques.tp.plan import DIVIDING, Entry, entries_above, written_plan
 from titanlike.techniques.tp.ranks import TensorRanks
+from titanlike.techniques.tp.sharded_trace import RESULT, Need, ShardedTrace
 from titanlike.techniques.tp.styles import mark
-from titanlike.techniques.tp.traces import (
-    RESULT,
-    Need,
-    ReferenceTrace,
-    ShardedTrace,
-    first_line,
-    shapes_of,
-    tensors_in,
-)
+from titanlike.techniques.tp.traces import ReferenceTrace, first_line, shapes_of, tensors_in
 
 Draws = Mapping[str, set[bool]]  # see `ShardedTrace.draws`
 
