@@ -172,7 +172,9 @@ def sockets_of_groups(config: Config, worker: Worker, port: int | None) -> int:
         worker = library._worker(config, ())
     before = sockets() if port is None else set[int]()
     open_mesh(config, worker)
-    return len(sockets() - before)
+    opened = len(sockets() - before)
+    dist.barrier()  # no peer ends, and closes its sockets, before they are counted
+    return opened
 
 
 @pytest.mark.parametrize("by_library", [False, True])
@@ -203,6 +205,7 @@ def by_way_of_rank_0(_: Config, worker: Worker) -> tuple[list[list[Any]], list[A
             gathered.append(gather_objects(("of", worker.rank), group))
             handed_out.append(scatter_objects([f"to {rank}" for rank in range(size)], group))
             opened = len(sockets() - before)
+        dist.barrier()  # no peer ends, and closes its sockets, before they are counted
     return gathered, handed_out, opened
 
 
