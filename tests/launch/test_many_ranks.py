@@ -173,7 +173,7 @@ def sockets_of_groups(config: Config, worker: Worker, port: int | None) -> int:
     before = sockets() if port is None else set[int]()
     open_mesh(config, worker)
     opened = len(sockets() - before)
-    dist.barrier()  # no peer ends, and closes its sockets, before they are counted
+    barrier(worker, "counted", 60)  # no peer ends, and closes its sockets, before they are counted
     return opened
 
 
