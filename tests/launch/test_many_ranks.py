@@ -163,17 +163,17 @@ def sockets() -> set[int]:
 
 def sockets_of_groups(config: Config, worker: Worker, port: int | None) -> int:
     """port: the caller of the library has made no process group, and torchrun has started it."""
+    tested = worker
     if port is not None:
         place = {"RANK": worker.rank, "WORLD_SIZE": worker.world_size, "MASTER_PORT": port}
-        # the store is its agent's; keys of another job of this test are another attempt's
-        place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": config.dp}
+        place |= {"TORCHELASTIC_USE_AGENT_STORE": True}  # of its agent
         os.environ |= {name: str(value) for name, value in place.items()}
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         worker = library._worker(config, ())
     before = sockets() if port is None else set[int]()
     open_mesh(config, worker)
     opened = len(sockets() - before)
-    barrier(worker, "counted", 60)  # no peer ends, and closes its sockets, before they are counted
+    barrier(tested, "counted", 60)  # no peer ends, and closes its sockets, before they are counted
     return opened
 
 
