@@ -12,6 +12,8 @@ from support.cells import GRID, slow
 from support.fake_accelerator import LAYOUTS
 from support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 FEW = ["chunked loss", "dp", "pp"]
 OTHERS = slow([name for name in LAYOUTS if name not in FEW], marks=GRID)
 

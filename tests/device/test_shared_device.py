@@ -37,6 +37,8 @@ from titanlike.planning.timeline_report import report_of
 from titanlike.proof.verify import verify
 from titanlike.watch.stragglers import Stragglers
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -315,8 +315,8 @@ def test_stages_compute_what_the_unsplit_model_computes(name: str) -> None:
     ("name", "schedule"),
     [
         ("Checkpointed", "zbvzerobubble"),
-        ("HalfAsleep", "1f1b"),
         *slow(
+            ("HalfAsleep", "1f1b"),
             ("Dense", "dualpipev"),
             ("WithoutGradient", "interleaved1f1b"),
             ("TableOfWeights", "zbvzerobubble"),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import titanlike
-from support.cells import cells
+from support.cells import cells, slow
 from support.models import tiny
 from support.records import numbers
 from support.runs import train_each
@@ -80,7 +80,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_world(own_loop, ONE, tmp_path_factory.mktemp("one"))[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["pp=2 dp=2", *slow("tp=2", "cp=2")])
 def test_a_custom_loop_matches_the_command_and_one_process(
     layout: str, one_process: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -154,6 +154,7 @@ for sink in sinks:
 """
 
 
+@pytest.mark.slow
 def test_steps_that_are_done_again_replace_those_undone_in_every_sink(tmp_path: Path) -> None:
     """A rollback from 6 to 3, a resume from 4, and a restart from 0: what was logged last for a step
     is what is shown, and W&B's own step always grows, so it drops nothing."""
@@ -222,6 +223,7 @@ def test_the_environment_may_choose_the_mode(
     assert (_mode("auto"), _mode("online"), _mode("offline")) == (mode, "online", "offline")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "reason"), [("freeze", "did not finish within 2 s"), *slow(("crash", "stopped"))]
 )

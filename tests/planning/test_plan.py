@@ -231,6 +231,7 @@ def test_a_long_step_goes_on_in_further_lines_of_a_picture(tmp_path: Path) -> No
     assert width == long < 2_000 and height + 100 < high < highest < 800
 
 
+@pytest.mark.slow
 def test_a_search_finds_what_planning_each_layout_finds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

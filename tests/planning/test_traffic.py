@@ -32,6 +32,8 @@ from titanlike.planning.estimate import make_estimate
 from titanlike.planning.estimate_text import as_data
 from titanlike.planning.known_hardware import link_of, sharded, shipped
 
+pytestmark = pytest.mark.slow
+
 # 4 microbatches of 2 sequences of 128 tokens a rank, in fp32; 4 heads, 2 of keys and values, of 32
 WORDS = "data=synthetic device=cpu hardware=h100_sxm seq_len=128 schedule.microbatches=4"
 SIZES = "model.hidden_size=128 model.num_hidden_layers=2 model.num_attention_heads=4 model.num_key_value_heads=2"

@@ -30,6 +30,8 @@ from support.paths import ROOT
 from support.waiting import until
 from titanlike.run.checks import problems
 
+pytestmark = pytest.mark.slow
+
 DEVICES = torch.cuda.device_count()
 ON_GPUS = [cell for cell in plan(max(8, DEVICES), gpus=DEVICES or 2) if cell.kind != "speed"]
 MACHINE = {"versions": {"torch": "2"}, "names": [], "memory": []}

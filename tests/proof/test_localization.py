@@ -316,7 +316,7 @@ FAULTS: dict[str, tuple[Config, Callable[[], None], list[str], str]] = {
 }
 
 
-DEFAULT = "summed over dp", "gradients are left for the next step"
+DEFAULT = ("summed over dp",)
 # of verdict.json
 FIELDS: dict[str, dict[str, Any]] = {
     "summed over dp": {

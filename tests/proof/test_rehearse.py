@@ -118,6 +118,7 @@ def test_a_rank_that_skips_a_barrier_is_named_with_its_line(monkeypatch: Any) ->
     assert not data["agrees"] and {place["rank"] for place in data["places"]} == {0, 1}
 
 
+@pytest.mark.slow
 def test_ranks_that_agree_cannot_hang() -> None:
     result = rehearse(tiny(2, layers=2, batch_size=2), scenarios=SCENARIOS[:1])
     assert result.exit_code == 0 and as_text(result, 80)[0].startswith("cannot hang")

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from support.cells import slow
 from support.command_lines import examined
 from support.commands import TINY, command
 from support.launched import Launched
@@ -186,10 +187,12 @@ def test_a_run_completes_though_its_streams_are_closed(closed: str, tmp_path: Pa
     [
         ("optimizer.lr=${seed}e-4", 3e-4),
         ("batch_size=${oc.env:NUMBER}", 32),
-        ("optimizer.clip=${oc.env:NOTHING}", None),
         ("data.text_key=${oc.env:NUMBER}", "32"),  # a text remains one
-        ("logger.tags=['${seed}0',b]", ["30", "b"]),
-        ("model.hidden_size=${seed}2", 32),
+        *slow(
+            ("optimizer.clip=${oc.env:NOTHING}", None),
+            ("logger.tags=['${seed}0',b]", ["30", "b"]),
+            ("model.hidden_size=${seed}2", 32),
+        ),
     ],
 )
 def test_an_interpolated_value_is_checked_like_a_typed_one(

@@ -145,7 +145,9 @@ def test_every_choice_of_a_sweep_is_checked_before_its_first_job() -> None:
 
 
 def test_keys_of_a_choice_that_does_not_exist_are_no_errors_of_their_own() -> None:
-    assert [problem.key for problem in problems_of(["data=custom", "data.name=my.data"])] == ["data"]
+    assert [problem.key for problem in problems_of(["data=custom", "data.name=my.data"])] == [
+        "data"
+    ]
 
 
 def test_a_users_config_folder_adds_choices_and_must_exist(tmp_path: Path) -> None:
@@ -160,6 +162,7 @@ def test_a_users_config_folder_adds_choices_and_must_exist(tmp_path: Path) -> No
     assert problem.key == "--config-dir"
 
 
+@pytest.mark.slow
 def test_a_custom_experiment_names_its_choices(tmp_path: Path) -> None:
     """As on a command line, where `data.name=mine.sums` chooses own data."""
     (tmp_path / "experiment").mkdir()
@@ -231,10 +234,8 @@ TABLE = yaml.safe_load(Path(other_frameworks.__file__).with_suffix(".yaml").read
 
 # those that are fixed by default differ in what is wrong
 SOME = {
-    "lr=3e-4", "~logger", "schedule.stages_per_rank=4", "batch_size=10k dp=3", "checkpoint.evry=5",
-    "dp=4 sharding_strategy=FULL_SHARD", "--bf16 pp=2", "model=[llama_tiny,gpt2_tiny]",
-    "pp=2 split.points=[nope]", "'pp=${oc.env:NOPE}' 'seed=${nope}'",
-    "numerics=exact numerics.grain=0", "hardware=h100", "model=llama_7b",
+    "lr=3e-4", "schedule.stages_per_rank=4", "batch_size=10k dp=3", "checkpoint.evry=5",
+    "dp=4 sharding_strategy=FULL_SHARD", "model=llama_7b",
 }  # fmt: skip
 
 
@@ -253,7 +254,7 @@ def test_a_mistake_is_explained_and_the_fix_that_is_proposed_is_accepted(
     assert applied(words) == (shlex.split(fixed), [])
 
 
-MISTAKES = [  # the first six by default
+MISTAKES = [  # the first three by default
     "replicate=2", "max_tokens=10B", "checkpoint.keep=x", "optimizer.betas=[1,2]", "loss.chunk=128",
     "pp=two dp=2 steps=x foo=1", "dp=3", "steps=1e99", "batch_size=7 dp=2", "max_time=soon",
     "deterministic=yes", "on_spike=halt", "value=accuracy", "fsdp.zero=4", "checkpoint.rename=[a]",
@@ -264,7 +265,7 @@ MISTAKES = [  # the first six by default
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("line", [*MISTAKES[:6], *slow(*MISTAKES[6:])])
+@pytest.mark.parametrize("line", [*MISTAKES[:3], *slow(*MISTAKES[3:])])
 def test_each_proposed_fix_ends_its_error(line: str) -> None:
     words = line.split()
     problems = problems_of(words)
@@ -280,7 +281,7 @@ def test_each_proposed_fix_ends_its_error(line: str) -> None:
 ASKS_FOR_A_PATH = {"data.boundary=3", "model=llama"}  # of token files, which only a user knows
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.sampled_from(sorted({*MISTAKES} - ASKS_FOR_A_PATH)), min_size=2, max_size=5))
 def test_the_fixes_of_several_mistakes_work_together(lines: list[str]) -> None:
     words: list[str] = []

@@ -131,7 +131,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-@pytest.mark.parametrize("kind", [Twice, Shared, InPlace, Looks])
+@pytest.mark.parametrize("kind", [Twice, *slow(Shared, InPlace, Looks)])
 @pytest.mark.parametrize("save", [None, [], ["aten.*mm"]], ids=["kept", "recomputed", "selective"])
 def test_deferred_weight_gradients_match_in_compiled_blocks(
     kind: type, save: list | None, backend: str

@@ -282,7 +282,7 @@ MORE_LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", cells(LAYOUTS, {}, MORE_LAYOUTS, most=3))
+@pytest.mark.parametrize("case", cells(LAYOUTS, {}, MORE_LAYOUTS, most=1))
 def test_exact_layouts_are_bitwise_equal(case: Any, tmp_path: Path) -> None:
     trained, others = case
     first = bits(exact(tmp_path, **trained))
@@ -505,6 +505,7 @@ def differences(config: Config, worker: Worker, layout: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp=2", *slow("dp=2 ep=2", marks=GRID)])
 def test_verify_names_the_first_bit_that_differs(layout: str, tmp_path: Path) -> None:
     mesh = {"dp": 2, "ep": 2, **MOE} if layout == "dp=2 ep=2" else {"pp": 2}

@@ -93,7 +93,7 @@ MORE_EXCHANGED = {
 LAST_EXCHANGED = {"over dp and tp, compiled": of(MANY, dp=2, tp=2, ep=4, compile=True, **FULL)}
 
 
-@pytest.mark.parametrize("config", cells(EXCHANGED, MORE_EXCHANGED, LAST_EXCHANGED))
+@pytest.mark.parametrize("config", cells(EXCHANGED, MORE_EXCHANGED, LAST_EXCHANGED, most=1))
 def test_a_mixture_trains_as_one_process_does(config: Config, tmp_path: Path) -> None:
     assert preflight(config) == []
     assert_proven(config, tmp_path, timeout=300)
@@ -127,7 +127,7 @@ def exchanges_of_a_step(config: Config, worker: Worker) -> tuple[int, list[str]]
         ({}, 8),
         ({"activation_checkpoint": SelectiveActivationCheckpoint()}, 8),
         ({"activation_checkpoint": SelectiveActivationCheckpoint(), "compile": True}, 8),
-        ({**FULL, "compile": True}, 10),  # tokens and weights once more
+        *slow(({**FULL, "compile": True}, 10)),  # tokens and weights once more
     ],
     ids=["kept", "selective", "selective, compiled", "full, compiled"],
 )

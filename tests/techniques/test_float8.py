@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.torch_version import TorchVersion
 
-from support.cells import cells
+from support.cells import cells, slow
 from support.commands import TINY, command
 from support.counted_calls import CountedCalls
 from support.families import gpt_oss, hf, llama, moe
@@ -454,16 +454,19 @@ def made_model(config: Config) -> nn.Module:
     return model
 
 
+OPERATORS = "import titanlike.core.torch_private.operators as o"
+
+
 @pytest.mark.parametrize(
     ("trial", "kernels"),
-    {
-        "pass": True,
-        "raise RuntimeError": False,
-        "import os; os.abort()": False,  # as a trap does
-        "import time; time.sleep(600)": False,
-        "import titanlike.core.torch_private.operators as o; o.try_scaled_grouped_mm('meta')": True,
-        "import titanlike.core.torch_private.operators as o; o.try_scaled_grouped_mm('cpu')": False,
-    }.items(),
+    [
+        ("pass", True),
+        ("raise RuntimeError", False),
+        ("import os; os.abort()", False),  # as a trap does
+        *slow(("import time; time.sleep(600)", False)),
+        *slow((f"{OPERATORS}; o.try_scaled_grouped_mm('meta')", True)),
+        *slow((f"{OPERATORS}; o.try_scaled_grouped_mm('cpu')", False)),
+    ],
     ids=str,
 )
 def test_a_later_torch_is_tried_in_another_process(

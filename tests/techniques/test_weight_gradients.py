@@ -53,6 +53,7 @@ def test_weight_gradients_may_all_come_after_the_last_backward(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split, whole",
     [

@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from support.paths import ROOT
+
+pytestmark = pytest.mark.slow
 
 LOADED = "print('torch._dynamo.eval_frame' in sys.modules)"
 OURS = "import sys, torch, titanlike.core.torch_private"

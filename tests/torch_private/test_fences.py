@@ -97,6 +97,7 @@ def all_checks(config: Config, worker: Worker) -> dict[str, str]:
 SHARDED = {"layers": 4, "pp": 1, "dp": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(PipelineStage, "_post_metadata_inference_cleanup"), reason="2.11 does not do this"
 )

@@ -169,6 +169,7 @@ def looks_at(run: Path) -> Iterator[list[str]]:
     yield ["export", str(run), f"{run}/../{run.name}-out"]
 
 
+@pytest.mark.slow
 def test_files_and_modules_named_by_a_received_config_are_not_opened(forge: Forge) -> None:
     forms = [(forge.config(change), said) for change, said in CONFIG]
     for name, text in TEXTS.items():
