@@ -23,34 +23,19 @@ from titanlike.core.torch_private.autograd import in_backward
 from titanlike.core.torch_private.operators import BatchNorm
 
 
-class Moments:
-    """Count, mean and sum of squared deviations of the added values, fp64 [channels]."""
+def sums_about(center: Tensor, x: Tensor) -> Tensor:
+    """Count, sum and sum of squares of the values of x [B, channels, ...] minus `center`, fp64
+    [1 + 2 * channels].
 
-    def __init__(self, like: Tensor) -> None:
-        self.count = 0
-        self.mean = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
-        self.squares = torch.zeros_like(self.mean)
-
-    def add(self, x: Tensor) -> None:
-        """x: [B, channels, ...]. Chan's formula: E[x^2] - E[x]^2 loses the digits of a small
-        variance next to a large mean."""
-        count = x.numel() // x.shape[1]
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        variance, mean = torch.var_mean(x.float(), dims, correction=0)
-        total = self.count + count
-        offset = mean.double() - self.mean
-        self.mean += offset * (count / total)
-        self.squares += variance.double() * count + offset**2 * (self.count * count / total)
-        self.count = total
-
-    def sums_about(self, center: Tensor) -> Tensor:
-        """Count, sum and sum of squares of the values minus `center`: [1 + 2 * channels].
-
-        They are summed over ranks; close to the center no digits are lost.
-        """
-        offset = self.mean - center
-        count = self.mean.new_full((1,), self.count)
-        return torch.cat([count, self.count * offset, self.squares + self.count * offset**2])
+    They are added over microbatches and ranks; close to the center a small variance next to a large
+    mean loses no digits.
+    """
+    count = x.numel() // x.shape[1]
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    variance, mean = torch.var_mean(x.float(), dims, correction=0)
+    offset = mean.double() - center
+    squares = count * (variance.double() + offset**2)
+    return torch.cat([offset.new_full((1,), count), count * offset, squares])
 
 
 class _Collects(Transform):
@@ -74,7 +59,7 @@ class _Collects(Transform):
 
 class BatchNorms(_Collects):
     """The batch norms of this rank's stages that have running statistics: of each of their calls
-    the moments over all microbatches."""
+    the sums over all microbatches."""
 
     by_microbatch = True
 
@@ -96,16 +81,14 @@ class BatchNorms(_Collects):
 
     @torch.no_grad()
     def after_update(self, skip: Tensor | None) -> None:
-        """Update the running statistics by the collected moments. Collective over dp."""
-        collected = [(module, m) for module, moments in self._collected.items() for m in moments]
+        """Update the running statistics by the collected sums. Collective over dp."""
+        collected = [(module, part) for module, calls in self._collected.items() for part in calls]
         self._collected = {}
         if not collected:
             return
-        # the running mean, the same on all ranks, serves as the center of the sums
-        centers = [_running_mean(module).to(m.mean) for module, m in collected]
-        parts = [m.sums_about(center) for (_, m), center in zip(collected, centers, strict=True)]
-        flat = torch.cat(parts)
-        sums = self._mesh.sum_copies(flat).split([len(part) for part in parts])
+        flat = torch.cat([part for _, part in collected])
+        sums = self._mesh.sum_copies(flat).split([len(part) for _, part in collected])
+        centers = [_center(module) for module, _ in collected]  # before any call has updated it
         for (module, _), center, part in zip(collected, centers, sums, strict=True):
             count, first, second = part.split([1, len(center), len(center)])
             offset = first / count
@@ -126,12 +109,13 @@ class BatchNorms(_Collects):
         # not again in a recomputation (activation checkpointing)
         if not (self._collecting and module.training) or in_backward():
             return
-        moments, call = self._collected[module], self._calls[module]
+        calls, call = self._collected[module], self._calls[module]
         self._calls[module] += 1
-        if call == len(moments):
-            moments.append(Moments(_running_mean(module)))
-        with torch.no_grad():
-            moments[call].add(args[0].detach())
+        sums = sums_about(_center(module), args[0].detach())
+        if call == len(calls):
+            calls.append(sums)
+        else:
+            calls[call] += sums
 
 
 class _WholeBatchStatistics(_Collects):
@@ -164,6 +148,7 @@ class _WholeBatchStatistics(_Collects):
         calls[call].append(args[0].detach().clone())
 
 
-def _running_mean(module: BatchNorm) -> Tensor:
+def _center(module: BatchNorm) -> Tensor:
+    """The running mean, which is the same on all ranks, and does not change within a step."""
     assert module.running_mean is not None
-    return module.running_mean
+    return module.running_mean.double()
