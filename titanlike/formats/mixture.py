@@ -18,12 +18,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.utils.data import ConcatDataset
 
 from titanlike.core.config.errors import Problem
 from titanlike.core.config.groups.data import MixtureData, TextData, TokenData
@@ -187,22 +187,16 @@ class Quotas:
         self._due, self._dealt = [0.0] * len(self._weights), [0] * len(self._weights)
 
 
-class MixtureSource:
+class MixtureSource(ConcatDataset[dict[str, torch.Tensor]]):
     """The concatenated samples of several sources."""
 
     def __init__(
         self, sources: Sequence[Source], weights: Sequence[Points], seeds: list[int]
     ) -> None:
-        self.sources, self.weights, self.seeds = list(sources), list(weights), seeds
+        super().__init__(cast(Any, sources))
+        self.weights, self.seeds = list(weights), seeds
         self.sizes = [len(source) for source in sources]
-        self.starts = [0, *np.cumsum(self.sizes).tolist()]
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        source = bisect_right(self.starts, i) - 1
-        return self.sources[source][i - self.starts[source]]
+        self.starts = [0, *self.cumulative_sizes]
 
     def batch_sampler(self, config: Config, dp_rank: int, step: int) -> GlobalBatchSampler:
         return MixtureBatchSampler(self, config, dp_rank, step)
@@ -234,21 +228,18 @@ class MixtureBatchSampler(GlobalBatchSampler):
         return shuffled[self._offset : self._offset + self._local]
 
 
-class MixedValidation:
+class MixedValidation(ConcatDataset[dict[str, torch.Tensor]]):
     """All samples of all sources' validation data, each once; the first ones in the proportions of
     the first step, for as long as no source has ended."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[Points]) -> None:
-        self._sources, self._shares = list(sources), [points[0][1] for points in weights]
-        self._starts = [0, *accumulate(map(len, sources))]
-
-    def __len__(self) -> int:
-        return self._starts[-1]
+        super().__init__(cast(Any, sources))
+        self._shares = [points[0][1] for points in weights]
 
     @cached_property
     def _order(self) -> np.ndarray:
         """The samples' places in all sources, one after the other: 8 bytes a sample."""
-        sizes = map(len, self._sources)
+        sizes = np.diff(self.cumulative_sizes, prepend=0)
         # a source's n-th sample comes when it is due; of weight 0, after all others
         due = [
             (np.arange(n) + 0.5) / s if s else np.full(n, np.inf)
@@ -257,9 +248,7 @@ class MixedValidation:
         return np.argsort(np.concatenate(due), kind="stable")
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        place = int(self._order[i])
-        k = bisect_right(self._starts, place) - 1
-        return self._sources[k][place - self._starts[k]]
+        return super().__getitem__(int(self._order[i]))
 
 
 def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) -> Data:
