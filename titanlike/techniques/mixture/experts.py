@@ -98,42 +98,32 @@ def through_experts(
         return y if added is None else y + added.flatten(0, -2)
     place = torch.empty_like(order)  # the inverse
     place.scatter_(0, order, torch.arange(len(order), device=x.device))
-    results, added = computed(_Sorted.apply(x, order, place), counts)  # [S, D]
-    results = _Permuted.apply(results, place, order).unflatten(0, chosen.shape)  # [N, K, D]
+    sorted_rows = _Sorted.apply(x, order, place, chosen.shape[1])
+    results, added = computed(sorted_rows, counts)  # [S, D]
+    results = _Sorted.apply(results, place, order, 1).unflatten(0, chosen.shape)  # [N, K, D]
     y = (weights.to(x.dtype).unsqueeze(1) @ results).squeeze(1)
     return y if added is None else y + added.flatten(0, -2)
 
 
 class _Sorted(torch.autograd.Function):
-    """Repeat each row K times, in an order: [N, D] -> [N * K, D].
+    """Repeat each row `copies` times, in an order: [N, D] -> [N * copies, D]; place: its inverse.
 
     Equals indexing, whose backward sums rows in a nondeterministic order on GPUs.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(place)
-        ctx.rows = x.shape[0]
-        return x.index_select(0, order // (order.shape[0] // x.shape[0]))
+        ctx.copies = copies
+        return x.index_select(0, order if copies == 1 else order // copies)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (place,) = ctx.saved_tensors
-        return gradient.index_select(0, place).unflatten(0, (ctx.rows, -1)).sum(1), None, None
-
-
-class _Permuted(torch.autograd.Function):
-    """Permute rows; the inverse permutation is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, reverse: Tensor) -> Tensor:
-        ctx.save_for_backward(reverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (reverse,) = ctx.saved_tensors
-        return gradient.index_select(0, reverse), None, None
+        rows = gradient.index_select(0, place)
+        if ctx.copies > 1:
+            rows = rows.unflatten(0, (-1, ctx.copies)).sum(1)
+        return rows, None, None, None
 
 
 class AddLoss(torch.autograd.Function):
