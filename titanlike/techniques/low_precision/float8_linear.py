@@ -59,6 +59,7 @@ class Float8Linear(nn.Linear):
     config: Float8LinearConfig
     # the weight as operands of forward and input gradient, or one for both; () = cast in each
     casts: tuple[Operand, ...] = ()
+    shard: Operand  # this rank's part of the weight as cast for a step, if FSDP gathers it
     tokens: GroupInfo | None = None  # cp's ranks, which shard the rows of activations
 
     @property
@@ -287,14 +288,14 @@ def gather_in_float8(layer: Float8Linear) -> bool:
         return False
 
     def receive(gathered: Tensor) -> Tensor:
-        data, scale = gathered.view(kind.target_dtype), _held(layer).scale
+        data, scale = gathered.view(kind.target_dtype), layer.shard.scale
         layer.casts = (Operand(data, scale),)
         settings = LinearMMConfig(*[ScaledMMConfig(emulate=layer.config.emulate)] * 3)
         return Float8TrainingTensor(
             data, scale, torch.bfloat16, settings, gemm_input_role=GemmInputRole.WEIGHT
         )
 
-    gather_other(weight, lambda: (_held(layer).data.view(torch.uint8),), receive)
+    gather_other(weight, lambda: (layer.shard.data.view(torch.uint8),), receive)
     return True
 
 
@@ -316,7 +317,7 @@ def cast_weights(layers: Sequence[Float8Linear], shards: GroupInfo | None) -> No
     for (layer, kind, dim), scale in zip(kinds, scales, strict=True):
         operand = cast(_in_bf16(layer), kind, layer.config, dim, (None, None), scale)
         if shards is not None:
-            vars(layer)[_HELD] = operand
+            layer.shard = operand
         else:
             layer.casts = *layer.casts, operand
 
@@ -340,17 +341,10 @@ def _scales(kinds: Sequence[_Kind], shards: GroupInfo | None) -> list[Tensor]:
     ]
 
 
-_HELD = "float8_shard"  # attribute of a layer: the cast shard that FSDP gathers
-
-
-def _held(layer: Float8Linear) -> Operand:
-    return vars(layer)[_HELD]
-
-
 def drop_casts(layers: Iterable[Float8Linear]) -> None:
     """Free the casts of `cast_weights`."""
     for layer in layers:
-        if vars(layer).pop(_HELD, None) is None:
+        if vars(layer).pop("shard", None) is None:
             layer.casts = ()
 
 
