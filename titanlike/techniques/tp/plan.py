@@ -71,6 +71,15 @@ class Entry:
     argument: int | tuple[int, ...] | None = None  # rows per head; rows of packed matrices
     head: int = 1  # rows of packed matrices that stay together
 
+    def matrices(self, features: int) -> tuple[int, ...]:
+        """The rows of each matrix in a weight with these output features."""
+        if self.style != "packed_colwise":
+            return (features,)
+        assert self.argument is not None
+        if isinstance(self.argument, tuple):
+            return self.argument
+        return (features // self.argument,) * self.argument
+
     def matches(self, name: str) -> bool:
         pattern, parts = self.pattern.split("."), name.split(".")
         pairs = zip(parts, pattern, strict=False)

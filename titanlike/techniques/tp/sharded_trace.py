@@ -255,11 +255,7 @@ class ShardedTrace(TracedForward):
             if entry is None or entry.style not in _COLUMNS or dim < len(whole) - 1:
                 layout[dim] = Shard("tokens", (w,))
                 continue
-            count, pattern = entry.argument, (w,)
-            if entry.style == "packed_colwise":
-                assert count is not None
-                pattern = count if isinstance(count, tuple) else (w // count,) * count
-            layout[dim] = packed(Shard("features", pattern, 1, name), w)
+            layout[dim] = packed(Shard("features", entry.matrices(w), 1, name), w)
         summed = entry is not None and entry.style in _SUMMED and not any(layout)
         pending = self._partial_of(f"{RESULT}{name}") if summed else frozenset[str]()
         self._track(tensor, tuple(layout), pending=pending)

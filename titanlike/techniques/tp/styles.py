@@ -240,7 +240,7 @@ def _size_problem(entry: Entry, features: int, size: int) -> str:
         rows = -(-features // size)
         return "" if rows * (size - 1) < features else f"{features} rows, which leave a rank none"
     if entry.style == "packed_colwise":
-        matrices = _packed(argument, features)
+        matrices = entry.matrices(features)
         if sum(matrices) != features:
             return f"{features} output features, and its packed matrices {sum(matrices)}"
         bad = next((rows for rows in matrices if rows % (size * entry.head)), None)
@@ -268,18 +268,11 @@ def _block_problem(module: nn.Module, entry: Entry, features: int, size: int) ->
     return f"{text}; precision.skip leaves a layer in bf16"
 
 
-def _packed(argument: Any, features: int) -> tuple[int, ...]:
-    return argument if isinstance(argument, tuple) else (features // argument,) * argument
-
-
 def _ranges(
     entry: Entry, features: int, ranks: TensorRanks
 ) -> tuple[tuple[tuple[int, int], ...], int]:
     """(this rank's ranges of output features, the number of ranks that have the same)."""
-    matrices: tuple[int, ...] = (features,)
-    if entry.style == "packed_colwise":
-        matrices = _packed(entry.argument, features)
-    elif entry.style == "colwise_kv":
+    if entry.style == "colwise_kv":
         assert isinstance(entry.argument, int)
         heads = features // entry.argument
         if heads < ranks.size:
@@ -287,7 +280,7 @@ def _ranges(
             start = ranks.rank // copies * entry.argument
             return ((start, start + entry.argument),), copies
     ranges, before = [], 0
-    for rows in matrices:
+    for rows in entry.matrices(features):
         start, stop = ranks.part(rows)
         ranges.append((before + start, before + stop))
         before += rows
