@@ -40,7 +40,7 @@ from titanlike.techniques.cp.context_attention import ContextAttention, Looking,
 from titanlike.techniques.cp.context_tokens import ContextRanks, Take
 from titanlike.techniques.tp.operators import Layout, Shard, ShardingError
 from titanlike.techniques.tp.plan import Entry
-from titanlike.techniques.tp.sharded_trace import ShardedTrace
+from titanlike.techniques.tp.sharded_trace import ShardedTrace, Tracked
 from titanlike.techniques.tp.traces import ReferenceTrace, first_line, shapes_of, tensors_in
 
 IGNORED = -100  # a target without loss
@@ -456,7 +456,7 @@ class _TokenTrace(ShardedTrace):
         layout[dim] = Shard("tokens", (x.shape[dim],))
         # each rank has its part of the gradient
         self._resolve(self._pending([x]), {"tokens"})
-        self._track(result, tuple(layout))
+        self._track(Tracked(result, tuple(layout)))
         return result
 
     def attention(self, given: dict[str, Any]) -> Tensor:
@@ -487,7 +487,7 @@ class _TokenTrace(ShardedTrace):
         with self.muted():
             result = query.new_empty(*query.shape[:-1], value.shape[-1])
         self._resolve(self._pending(tensors), {"tokens"})
-        self._track(result, q.layout)
+        self._track(Tracked(result, q.layout))
         self.called = ""
         return result
 

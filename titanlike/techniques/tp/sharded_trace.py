@@ -50,7 +50,7 @@ Need = Kind | Literal["never"]
 
 
 @dataclass
-class _Tracked:
+class Tracked:
     """What is known of a tensor of the sharded model."""
 
     tensor: Tensor  # kept alive, so that its id stays unique
@@ -73,7 +73,7 @@ class ShardedTrace(TracedForward):
         """steps: the full model's."""
         super().__init__(model, modules)
         self._steps, self._at = steps, 0
-        self._tracked: dict[int, _Tracked] = {}
+        self._tracked: dict[int, Tracked] = {}
         self._views: dict[int, list[int]] = {}  # storage -> tensors on it
         # by parameter, and `RESULT` of a module: over what its gradient is a partial sum, "never" =
         # it is complete
@@ -92,7 +92,7 @@ class ShardedTrace(TracedForward):
             if part is not None:
                 shard = Shard("features", (part.shape[part.dim],))
                 layout = tuple(shard if d == part.dim else None for d in range(len(part.shape)))
-            self._track(parameter, layout, pending=self._partial_of(name))
+            self._track(Tracked(parameter, layout, pending=self._partial_of(name)))
 
     def run_checked(
         self, forward: Callable[[], Any], wholes: Sequence[Shape]
@@ -130,14 +130,8 @@ class ShardedTrace(TracedForward):
 
     # --- tracked tensors -----------------------------------------------------------------------
 
-    def _track(
-        self,
-        tensor: Tensor,
-        layout: Layout | None,
-        kind: Kind = "constant",
-        pending: frozenset[str] = frozenset(),
-    ) -> None:
-        self._tracked[id(tensor)] = _Tracked(tensor, layout, kind, pending)
+    def _track(self, tracked: Tracked) -> None:
+        self._tracked[id(tracked.tensor)] = tracked
 
     def _partial_of(self, name: str) -> frozenset[str]:
         """Begin to track a parameter's, or a module result's, gradient."""
@@ -149,8 +143,8 @@ class ShardedTrace(TracedForward):
         for name in pending:
             self.needs[name] |= needs
 
-    def _of(self, tensor: Tensor) -> _Tracked:
-        return self._tracked.get(id(tensor)) or _Tracked(tensor, None)
+    def _of(self, tensor: Tensor) -> Tracked:
+        return self._tracked.get(id(tensor)) or Tracked(tensor, None)
 
     def _pending(self, tensors: list[Tensor]) -> frozenset[str]:
         return frozenset[str]().union(*(self._of(tensor).pending for tensor in tensors))
@@ -238,7 +232,7 @@ class ShardedTrace(TracedForward):
         for tensor, whole in zip(results, step.shapes, strict=True):
             if self._token_wise(name):
                 layout, pending = self._given
-                self._track(tensor, layout or None, pending=pending)
+                self._track(Tracked(tensor, layout or None, pending=pending))
             else:
                 self._exchanged(tensor, whole, name)
 
@@ -258,7 +252,7 @@ class ShardedTrace(TracedForward):
             layout[dim] = packed(Shard("features", entry.matrices(w), 1, name), w)
         summed = entry is not None and entry.style in _SUMMED and not any(layout)
         pending = self._partial_of(f"{RESULT}{name}") if summed else frozenset[str]()
-        self._track(tensor, tuple(layout), pending=pending)
+        self._track(Tracked(tensor, tuple(layout), pending=pending))
 
     def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
         given, name = tensors_in(args, kwargs), function._schema.name
@@ -273,7 +267,7 @@ class ShardedTrace(TracedForward):
             shards = (shard for tensor in given for shard in self._now(tensor))
             kind: Kind = next((shard.kind for shard in shards if shard is not None), "constant")
             for tensor in tensors_in(result):
-                self._track(tensor, None, kind, pending)
+                self._track(Tracked(tensor, None, kind, pending))
             return result
         ordered = self.operands(given, step)
         operands = {id(tensor): x for tensor, x in zip(given, ordered, strict=True)}
@@ -298,7 +292,7 @@ class ShardedTrace(TracedForward):
             through = pending if differentiable else frozenset[str]()
             if id(tensor) in operands:
                 self._written(tensor, layout, through)
-            self._track(tensor, layout, pending=through)
+            self._track(Tracked(tensor, layout, pending=through))
             self._views.setdefault(storage_id(tensor), []).append(id(tensor))
         return result
 
