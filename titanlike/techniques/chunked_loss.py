@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -68,17 +69,11 @@ class ChunkedHead:
         """
         if module is None:
             return partial(self._in_chunks, self.head.target, ())
-        patched: Any = module
 
         def with_module(x: Tensor, targets: Tensor) -> Tensor:
-            forward, patched_before = module.forward, vars(module).get("forward")
-            patched.forward = partial(self._in_chunks, forward, tuple(module.parameters()))
-            try:
+            forward = partial(self._in_chunks, module.forward, tuple(module.parameters()))
+            with patch.object(module, "forward", forward):
                 return module(x, targets)
-            finally:
-                del patched.forward
-                if patched_before is not None:
-                    patched.forward = patched_before
 
         return with_module
 
