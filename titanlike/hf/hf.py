@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -247,17 +248,13 @@ def _our_masks(model: nn.Module, ids: Tensor, allowed: documents.Mask) -> Iterat
     allowed: documents; bool [B, 1, T, T]; or None = causal over the whole sequence.
     """
     modules = {sys.modules[type(part).__module__] for part in model.modules()}
-    before = []
-    for module in modules:
-        for name, window in _MASKS.items():
-            if hasattr(module, name):
-                before.append((module, name, getattr(module, name)))
-                setattr(module, name, _mask_function(ids, allowed, window))
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            for name, window in _MASKS.items():
+                if hasattr(module, name):
+                    function = _mask_function(ids, allowed, window)
+                    stack.enter_context(patch.object(module, name, function))
         yield
-    finally:
-        for module, name, function in before:
-            setattr(module, name, function)
 
 
 def _mask_function(ids: Tensor, allowed: documents.Mask, window: str | None) -> Any:
