@@ -56,6 +56,31 @@ class _Collects(Transform):
         finally:
             self._collecting = False
 
+    def on_weights(self, stage: nn.Module) -> None:
+        """Stop training forwards from updating the modules' running statistics."""
+        norms = freeze_statistics(stage)
+        for norm in norms:
+            norm.register_forward_pre_hook(self._collect)
+        if norms:
+            stage.register_forward_pre_hook(lambda *_: self._calls.clear())
+        self._modules += norms
+
+    def _collect(self, module: BatchNorm, args: tuple[Tensor, ...]) -> None:
+        # not again in a recomputation (activation checkpointing)
+        if not (self._collecting and module.training) or in_backward():
+            return
+        calls, call = self._collected[module], self._calls[module]
+        self._calls[module] += 1
+        needed = self._needed(module, args[0].detach())
+        if call == len(calls):
+            calls.append(needed)
+        else:
+            calls[call] += needed
+
+    def _needed(self, module: BatchNorm, x: Tensor) -> Any:
+        """What an update needs of a call with this input; that of microbatches is added."""
+        raise NotImplementedError
+
 
 class BatchNorms(_Collects):
     """The batch norms of this rank's stages that have running statistics: of each of their calls
@@ -69,15 +94,6 @@ class BatchNorms(_Collects):
 
     def in_one_process(self, model: nn.Module) -> Transform:
         return _WholeBatchStatistics(model)
-
-    def on_weights(self, stage: nn.Module) -> None:
-        """Stop training forwards from updating the modules' running statistics."""
-        norms = freeze_statistics(stage)
-        for norm in norms:
-            norm.register_forward_pre_hook(self._collect)
-        if norms:
-            stage.register_forward_pre_hook(lambda *_: self._calls.clear())
-        self._modules += norms
 
     @torch.no_grad()
     def after_update(self, skip: Tensor | None) -> None:
@@ -105,17 +121,8 @@ class BatchNorms(_Collects):
                 updated = running.double() * (1 - share) + value * share
                 running.copy_(updated if skip is None else torch.where(skip > 0, running, updated))
 
-    def _collect(self, module: BatchNorm, args: tuple[Tensor, ...]) -> None:
-        # not again in a recomputation (activation checkpointing)
-        if not (self._collecting and module.training) or in_backward():
-            return
-        calls, call = self._collected[module], self._calls[module]
-        self._calls[module] += 1
-        sums = sums_about(_center(module), args[0].detach())
-        if call == len(calls):
-            calls.append(sums)
-        else:
-            calls[call] += sums
+    def _needed(self, module: BatchNorm, x: Tensor) -> Tensor:
+        return sums_about(_center(module), x)
 
 
 class _WholeBatchStatistics(_Collects):
@@ -124,10 +131,7 @@ class _WholeBatchStatistics(_Collects):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._modules += freeze_statistics(model)
-        model.register_forward_pre_hook(lambda *_: self._calls.clear())
-        for norm in self._modules:
-            norm.register_forward_pre_hook(self._collect)
+        self.on_weights(model)
 
     @torch.no_grad()
     def after_update(self, skip: Tensor | None) -> None:
@@ -137,15 +141,8 @@ class _WholeBatchStatistics(_Collects):
                 norm(torch.cat(inputs))
             norm.track_running_stats = False
 
-    def _collect(self, norm: BatchNorm, args: tuple[Tensor, ...]) -> None:
-        if not self._collecting or in_backward():  # where blocks are recomputed
-            return
-        calls, call = self._collected[norm], self._calls[norm]
-        self._calls[norm] += 1
-        if call == len(calls):
-            calls.append([])
-        # a copy, as later operations may work in place
-        calls[call].append(args[0].detach().clone())
+    def _needed(self, module: BatchNorm, x: Tensor) -> list[Tensor]:
+        return [x.clone()]  # as later operations may work in place
 
 
 def _center(module: BatchNorm) -> Tensor:
