@@ -154,9 +154,6 @@ class OwnRows(BaseNode[Batch]):
         self.stream: Any = None
         self._draws, self.epoch = Draws(), 0
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
     @property
     def in_order(self) -> bool:
         """Whether each epoch has the order of the first."""

@@ -235,7 +235,7 @@ class Repeated(BaseNode[Any]):
     def _tell(self) -> None:
         if hasattr(self._told, "set_epoch"):
             self._told.set_epoch(self.epoch)
-        elif hasattr(self._told, "epoch"):
+        else:
             self._told.epoch = self.epoch
         self._source.epoch = self.epoch
 
@@ -375,10 +375,8 @@ class Shuffled(BaseNode[Tensor]):
             raise StopIteration
         place = _random(self._seed, self._count, len(self._buffer))
         self._count += 1
-        sample, last = self._buffer[place], self._buffer.pop()
-        if place < len(self._buffer):
-            self._buffer[place] = last
-        return sample
+        self._buffer[place], self._buffer[-1] = self._buffer[-1], self._buffer[place]
+        return self._buffer.pop()
 
     def get_state(self) -> State:
         buffer: Any = torch.stack(self._buffer) if self._buffer else []
