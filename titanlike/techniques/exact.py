@@ -52,6 +52,7 @@ from titanlike.techniques.exact_sums import (
 )
 
 Gradients = list[Tensor | None]
+Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]  # modules that have it, its names
 # bytes; matmuls of unaligned fp32 vectors differed on a CPU (MKL, one to three rows)
 _ALIGNED = 16
 
@@ -252,7 +253,7 @@ class GrainSums:
     def __init__(self, stage: nn.Module, grains: Grains, expert_grains: Grains, zero: int) -> None:
         self.arrive: Callable[[], object] = lambda: None  # waits for the pending all-to-all
         self.reached: set[nn.Parameter] = set()  # by a backward of this step
-        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        places: Places = {}
         for module in stage.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad:
@@ -296,20 +297,17 @@ class GrainSums:
 class _Sum:
     """Gradients that are summed together."""
 
-    def __init__(self, places: Sequence[list[tuple[nn.Module, str]]], grains: Grains) -> None:
-        """places: of each parameter, the modules that have it."""
-        self._grains = grains
-        self._places = [each[0] for each in places]
+    def __init__(self, places: Places, grains: Grains) -> None:
+        self._places, self._grains = places, grains
         self._tree: SumTree[Gradients] = SumTree(grains.all, _add_each)
         self._pending: dict[int, Gradients] = {}  # by leaf: deferred weight gradients are missing
         # index of each gradient's parameter: first of all parameters, then of second places
         self._at = [*range(len(places))]
         # redirected gradients of a backward, by (leaf of a microbatch, place in `_at`)
         self._apart: dict[tuple[int, int], Tensor] = {}
-        for index, each in enumerate(places):
+        for index, each in enumerate(places.values()):
             for module, name in each[1:]:
                 redirect_gradient(module, name, partial(self._keep, 0, len(self._at)))
-                self._places.append((module, name))
                 self._at.append(index)
 
     def _keep(self, leaf: int, index: int, gradient: Tensor) -> None:
@@ -349,17 +347,9 @@ class _Sum:
 class _UnshardedSum(_Sum):
     """The sum of an unsharded stage."""
 
-    def __init__(
-        self,
-        places: Mapping[nn.Parameter, list[tuple[nn.Module, str]]],
-        grains: Grains,
-    ) -> None:
-        super().__init__([*places.values()], grains)
-        self._parameters = [*places]
-
     def _taken(self) -> Gradients:
         taken: Gradients = []
-        for module, name in self._places[: len(self._parameters)]:
+        for (module, name), *_ in self._places.values():
             weight: Any = module._parameters[name]  # may be a bf16 copy
             gradient, weight.grad = weight.grad, None
             taken.append(None if gradient is None else gradient.to(weight.dtype))
@@ -370,7 +360,7 @@ class _UnshardedSum(_Sum):
         for index, gradient in zip(self._at, self._tree.root(), strict=True):
             if gradient is not None:
                 sums[index] = sums[index] + gradient if index in sums else gradient
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self._places):
             parameter.grad = sums.get(index)
 
 
@@ -382,13 +372,13 @@ class _ShardedSum(_Sum):
     def __init__(
         self,
         group: ShardedGradients,
-        places: Mapping[nn.Parameter, list[tuple[nn.Module, str]]],
+        places: Places,
         grains: Grains,
         zero: int,
         stage: GrainSums,
     ) -> None:
         self._group, self._zero, self._stage = group, zero, stage
-        super().__init__([places[parameter] for parameter in group.parameters], grains)
+        super().__init__({parameter: places[parameter] for parameter in group.parameters}, grains)
         # this rank's part, in this replica
         self._part: SumTree[Tensor] = SumTree(grains.all, Tensor.add_)
         if zero > 1:
