@@ -62,11 +62,6 @@ class Float8Linear(nn.Linear):
     shard: Operand  # this rank's part of the weight as cast for a step, if FSDP gathers it
     tokens: GroupInfo | None = None  # cp's ranks, which shard the rows of activations
 
-    @property
-    def block(self) -> int:
-        """Consecutive features that share a scale with no others."""
-        return getattr(self.config, "block", 1)
-
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):  # as in F.linear

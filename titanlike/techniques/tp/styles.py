@@ -256,8 +256,9 @@ def _size_problem(entry: Entry, features: int, size: int) -> str:
     return "" if features % size == 0 else f"{features} features, which {size} ranks cannot share"
 
 
-def _block_problem(module: nn.Module, entry: Entry, features: int, size: int) -> str:
-    block = getattr(module, "block", 1) if in_float8(module) else 1
+def _block_problem(module: Any, entry: Entry, features: int, size: int) -> str:
+    # consecutive features that share a scale with no others
+    block = getattr(module.config, "block", 1) if in_float8(module) else 1
     ranks = (TensorRanks(size, rank) for rank in range(size))
     parts = chain.from_iterable(_ranges(entry, features, each)[0] for each in ranks)
     if not any(edge % block for part in parts for edge in part):
