@@ -121,11 +121,11 @@ def test_initial_values_have_transformers_own_distribution(family: str) -> None:
 
 def test_initializers_are_recorded_without_allocating() -> None:
     model = model_of("gpt2")
-    writes = record_initialization(lambda: build_model(model))
+    writes = record_initialization(build_model(model))
     (residual,) = writes["transformer.h.3.mlp.c_proj.weight"]
     assert residual.std == pytest.approx(0.02 / 8**0.5)  # 4 layers, two paths each
     llama, name = model_of("llama", pad_token_id=5), "model.embed_tokens.weight"
-    embedding, padding = record_initialization(lambda: build_model(llama))[name]
+    embedding, padding = record_initialization(build_model(llama))[name]
     assert (embedding.row, padding.row, padding.std) == (None, 5, 0.0)
     start, shape = initial_weights_of(llama, 0), torch.Size([64, 32])
     for first in (0, 4, 6):  # of the rows of a rank

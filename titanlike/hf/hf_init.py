@@ -42,10 +42,10 @@ class ScratchWeights:
         """build: constructs the model on torch's default device; everything: initialize parameters
         and buffers, else only buffers."""
         self._seed = seed
-        self._writes = record_initialization(build) if everything else {}
-        custom = {name for name, writes in self._writes.items() if writes is None}
         with torch.device("meta"):
             meta = build()
+        self._writes = record_initialization(meta) if everything else {}
+        custom = {name for name, writes in self._writes.items() if writes is None}
         parts = [name.rpartition(".") for name in custom]
         real_ones = {(type(meta.get_submodule(path)), last) for path, _, last in parts}
         on_meta = parameters_on_meta(lambda module, name: (type(module), name) in real_ones)
@@ -74,11 +74,9 @@ class ScratchWeights:
         return self._buffers[name]
 
 
-def record_initialization(build: Callable[[], Any]) -> dict[str, list[Write] | None]:
-    """Record transformers' writes to each parameter; None for a parameter with any that is neither
-    normal nor constant."""
-    with torch.device("meta"):
-        model = build()
+def record_initialization(model: Any) -> dict[str, list[Write] | None]:
+    """Record transformers' writes to each parameter of a model on meta; None for a parameter with
+    any that is neither normal nor constant."""
     recorder = _Recorder(model)
     with torch.no_grad(), recorder:
         model.initialize_weights()
