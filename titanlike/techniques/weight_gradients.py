@@ -64,24 +64,23 @@ class DeferredWeightGradients:
         """
         alive = torch.zeros(1, device=device, requires_grad=True)
         self.queue: list[Waiting] = []
-        self._layers: list[nn.Linear] = []
-        self._before: list[Any] = []  # their previous forwards, None = the class's
+        # linear layers -> their previous forwards, None = the class's
+        self._layers: dict[nn.Linear, Any] = {}
         for module in stage.modules():
             replaced = vars(module).get("forward")
             shares = SHARES_GATHERED in vars(module)  # its forward calls `linear`
             known = replaced is None or shares or adds_bias_later(module)
             if type(module) is nn.Linear and known:
-                self._before.append(replaced)
+                self._layers[module] = replaced
                 # not a closure: each block with different functions would be compiled separately
                 patched: Any = module
                 patched.forward = replaced if shares else MethodType(linear, module)
                 vars(module)[_OWNER], vars(module)[_ALIVE] = self, alive
-                self._layers.append(module)
 
     def undo(self) -> None:
         """Restore the linear layers' forwards."""
         layer: Any
-        for layer, before in zip(self._layers, self._before, strict=True):
+        for layer, before in self._layers.items():
             for name in ("forward", _OWNER, _ALIVE):
                 del vars(layer)[name]
             if before is not None:
