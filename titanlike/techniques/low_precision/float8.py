@@ -135,38 +135,26 @@ class Float8(Transform):
         if self._config.fsdp.cpu_offload:  # shards are on the CPU, and cast on the device
             return
         if self._shards is not None:
-            from titanlike.techniques.low_precision.float8_linear import gather_in_float8
-
-            layers = [layer for layer in layers if gather_in_float8(layer)]
+            layers = [layer for layer in layers if layer.gather_in_float8()]
         self._layers += layers
         products = [vars(m)[PRODUCT] for m in experts_of(stage).values() if PRODUCT in vars(m)]
-        if products:
-            from titanlike.techniques.low_precision.float8_experts import gather_casts
-
-            for multiply in products:
-                gather_casts(multiply)
-            self._products += products
+        for multiply in products:
+            multiply.gather_casts()
+        self._products += products
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        with contextlib.ExitStack() as casts:
+        try:
             if self._layers:
-                from titanlike.techniques.low_precision.float8_linear import (
-                    cast_weights,
-                    drop_casts,
-                )
+                from titanlike.techniques.low_precision.float8_linear import cast_weights
 
                 cast_weights(self._layers, self._shards)
-                casts.callback(drop_casts, self._layers)
-            if self._products:
-                from titanlike.techniques.low_precision.float8_experts import (
-                    cast_experts,
-                    drop_expert_casts,
-                )
-
-                cast_experts(self._products)
-                casts.callback(drop_expert_casts, self._products)
+            for multiply in self._products:
+                multiply.cast_weights()
             yield
+        finally:
+            for casting in (*self._layers, *self._products):
+                casting.drop_casts()
 
     def in_one_process(self, model: nn.Module) -> None:
         use_float8(model, self._config, self._device)

@@ -10,7 +10,7 @@ Shapes: N rows, E experts, I inputs, O outputs of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Product:
         """weights: also for weight gradients; kernels: use a GPU's, else round operands to float8
         and multiply in fp32."""
         self.experts, self.weights, self.kernels = experts, weights, kernels
-        # a parameter as cast by `cast_experts` or gathered by FSDP: [E, O, I] for the forward,
+        # a parameter as cast by `cast_weights` or gathered by FSDP: [E, O, I] for the forward,
         # [E, I, O] for the input gradient, each followed by its scale
         self.casts: dict[str, tuple[Tensor, ...]] = {}
         self.shards: dict[str, tuple[Tensor, ...]] = {}  # FSDP gathers these
@@ -55,6 +55,44 @@ class Product:
             if getattr(self.experts, name) is weight:
                 return casts
         return ()
+
+    # --- weights, once a step
+
+    def gather_casts(self) -> None:
+        """Let FSDP gather the casts of the matrices if each of its ranks has full experts; others
+        are gathered in bf16."""
+
+        def gather(name: str, weight: nn.Parameter) -> None:
+            def receive(*gathered: Tensor) -> Tensor:
+                self.casts[name] = gathered
+                # reading it as the weight gives NaN; a scalar from the CPU would wait for the GPU
+                scale = gathered[0].new_full((), torch.nan, dtype=torch.float32)
+                return Float8TrainingTensor(gathered[0], scale, torch.bfloat16, LinearMMConfig())
+
+            gather_other(weight, lambda: self.shards[name], receive)
+            self.shards[name] = ()
+
+        for name, weight in self._matrices():
+            if (ranks := _ranks(weight)) > 1 and weight.shape[0] % ranks == 0:
+                gather(name, weight)
+
+    @torch.no_grad()
+    def cast_weights(self) -> None:
+        """Cast this rank's part of each matrix for a step."""
+        for name, weight in self._matrices():
+            if name in self.shards or _ranks(weight) == 1:
+                x = local(weight).to(torch.bfloat16)
+                casts = *operand(x), *operand(x.mT.contiguous())
+                (self.shards if name in self.shards else self.casts)[name] = casts
+
+    def drop_casts(self) -> None:
+        """Free the casts of `cast_weights`; FSDP frees gathered ones."""
+        self.casts = {name: casts for name, casts in self.casts.items() if name in self.shards}
+        self.shards = dict.fromkeys(self.shards, ())
+
+    def _matrices(self) -> Iterator[tuple[str, nn.Parameter]]:
+        named = self.experts.named_parameters(recurse=False)
+        return ((name, parameter) for name, parameter in named if parameter.dim() == 3)
 
 
 class _Product(torch.autograd.Function):
@@ -159,52 +197,6 @@ def _experts(rows: Tensor, counts: Tensor) -> Tensor:
     """The expert of each row."""
     places = torch.arange(len(rows), device=rows.device)
     return torch.bucketize(places, counts.cumsum(0), right=True)
-
-
-# --- weights, once a step --------------------------------------------------------------------------
-
-
-def gather_casts(product: Product) -> None:
-    """Let FSDP gather `cast_experts`'s casts of a module's matrices if each of its ranks has full
-    experts; others are gathered in bf16."""
-
-    def gather(name: str, weight: nn.Parameter) -> None:
-        def receive(*gathered: Tensor) -> Tensor:
-            product.casts[name] = gathered
-            # reading it as the weight gives NaN; a scalar from the CPU would wait for the GPU
-            scale = gathered[0].new_full((), torch.nan, dtype=torch.float32)
-            return Float8TrainingTensor(gathered[0], scale, torch.bfloat16, LinearMMConfig())
-
-        gather_other(weight, lambda: product.shards[name], receive)
-        product.shards[name] = ()
-
-    for name, weight in _matrices(product):
-        if (ranks := _ranks(weight)) > 1 and weight.shape[0] % ranks == 0:
-            gather(name, weight)
-
-
-@torch.no_grad()
-def cast_experts(products: Iterable[Product]) -> None:
-    """Cast this rank's part of each matrix for a step."""
-    for product in products:
-        for name, weight in _matrices(product):
-            if name in product.shards or _ranks(weight) == 1:
-                x = local(weight).to(torch.bfloat16)
-                casts = *operand(x), *operand(x.mT.contiguous())
-                (product.shards if name in product.shards else product.casts)[name] = casts
-
-
-def drop_expert_casts(products: Iterable[Product]) -> None:
-    """Free the casts of `cast_experts`."""
-    for product in products:
-        # FSDP frees gathered ones
-        product.casts = {n: casts for n, casts in product.casts.items() if n in product.shards}
-        product.shards = dict.fromkeys(product.shards, ())
-
-
-def _matrices(product: Product) -> Iterator[tuple[str, nn.Parameter]]:
-    named = product.experts.named_parameters(recurse=False)
-    return ((name, parameter) for name, parameter in named if parameter.dim() == 3)
 
 
 def _ranks(weight: Any) -> int:

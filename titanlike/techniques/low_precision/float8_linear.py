@@ -15,7 +15,7 @@ Shapes: N tokens, I and O features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -78,6 +78,29 @@ class Float8Linear(nn.Linear):
             rows, *_ = results(_rows(input), self.weight, scaling, casts)
             output = rows.reshape(*input.shape[:-1], -1)
         return output if bias is None else output + bias.to(output.dtype)
+
+    def gather_in_float8(self) -> bool:
+        """Let FSDP gather the shards that `cast_weights` has cast; False = it gathers bf16."""
+        weight: Any = self.weight
+        mesh, kind = weight.device_mesh, self.config.cast_config_weight
+        if not _of_tensor(kind) or weight.shape[0] % mesh.size(mesh.ndim - 1):
+            return False
+
+        def receive(gathered: Tensor) -> Tensor:
+            data, scale = gathered.view(kind.target_dtype), self.shard.scale
+            self.casts = (Operand(data, scale),)
+            settings = LinearMMConfig(*[ScaledMMConfig(emulate=self.config.emulate)] * 3)
+            return Float8TrainingTensor(
+                data, scale, torch.bfloat16, settings, gemm_input_role=GemmInputRole.WEIGHT
+            )
+
+        gather_other(weight, lambda: (self.shard.data.view(torch.uint8),), receive)
+        return True
+
+    def drop_casts(self) -> None:
+        """Free the casts of `cast_weights`."""
+        if vars(self).pop("shard", None) is None:
+            self.casts = ()
 
 
 def convert(layer: nn.Module, config: Float8LinearConfig) -> None:
@@ -275,25 +298,6 @@ def _multiply(
 # --- weights, once a step --------------------------------------------------------------------------
 
 
-def gather_in_float8(layer: Float8Linear) -> bool:
-    """Let FSDP gather the shards that `cast_weights` has cast; False = it gathers bf16."""
-    weight: Any = layer.weight
-    mesh, kind = weight.device_mesh, layer.config.cast_config_weight
-    if not _of_tensor(kind) or weight.shape[0] % mesh.size(mesh.ndim - 1):
-        return False
-
-    def receive(gathered: Tensor) -> Tensor:
-        data, scale = gathered.view(kind.target_dtype), layer.shard.scale
-        layer.casts = (Operand(data, scale),)
-        settings = LinearMMConfig(*[ScaledMMConfig(emulate=layer.config.emulate)] * 3)
-        return Float8TrainingTensor(
-            data, scale, torch.bfloat16, settings, gemm_input_role=GemmInputRole.WEIGHT
-        )
-
-    gather_other(weight, lambda: (layer.shard.data.view(torch.uint8),), receive)
-    return True
-
-
 @torch.no_grad()
 def cast_weights(layers: Sequence[Float8Linear], shards: GroupInfo | None) -> None:
     """Cast this rank's part of each weight for a step, with the full weight's scales.
@@ -334,13 +338,6 @@ def _scales(kinds: Sequence[_Kind], shards: GroupInfo | None) -> list[Tensor]:
         scale_of(amax, kind, layer.config)
         for (layer, kind, _), amax in zip(kinds, amaxes, strict=True)
     ]
-
-
-def drop_casts(layers: Iterable[Float8Linear]) -> None:
-    """Free the casts of `cast_weights`."""
-    for layer in layers:
-        if vars(layer).pop("shard", None) is None:
-            layer.casts = ()
 
 
 def _in_bf16(layer: Float8Linear) -> Tensor:
