@@ -139,7 +139,9 @@ def unnamed(model: nn.Module, modules: Mapping[str, Entry], style: str) -> list[
         beside = [n for n, entry in modules.items() if n.rpartition(".")[0] == holder]
         others = " and ".join(name.rpartition(".")[2] for name in beside[:2])
         for name, module in _leaf_children(model.get_submodule(holder), holder):
-            if next(module.parameters(recurse=False), None) is None or _named(name, modules):
+            above = entries_above(name, modules)
+            named = name in modules or any(entry.style in _WHOLE for entry in above)
+            if named or next(module.parameters(recurse=False), None) is None:
                 continue
             reason = (
                 f"has parameters besides {others}, which are divided, and the plan has no entry"
@@ -156,10 +158,6 @@ def _leaf_children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modul
             yield from _leaf_children(child, inner)
         elif next(child.children(), None) is None:
             yield inner, child
-
-
-def _named(name: str, modules: Mapping[str, Entry]) -> bool:
-    return name in modules or any(e.style in _WHOLE for e in entries_above(name, modules))
 
 
 def mixed_draws(draws: Draws) -> list[ShardingError]:
