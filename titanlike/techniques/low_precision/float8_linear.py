@@ -75,7 +75,7 @@ class Float8Linear(nn.Linear):
             # torch.compile leaves the context out of a custom function that needs no gradient and
             # has two variable arguments. Symptom: blocks are not compiled in validation. Test:
             # `test_compile_fences.py::test_torch_leaves_out_the_context_of_two_variable_arguments`
-            rows, *_ = results(_rows(input), self.weight, scaling, casts)
+            rows, *_ = scaling.results(_rows(input), self.weight, casts)
             output = rows.reshape(*input.shape[:-1], -1)
         return output if bias is None else output + bias.to(output.dtype)
 
@@ -157,6 +157,59 @@ class Scaling(NamedTuple):
     divided: Divided  # the weight
     tokens: GroupInfo | None
 
+    def cast_shard(self, x: Tensor, ranks: GroupInfo) -> Operand:
+        """Cast this rank's tokens [..., T, I] with the scale of all ranks' tokens; see
+        `shared_scaling`."""
+        return cast(x, self.config.cast_config_input, self.config, 1, (self.tokens, ranks))
+
+    def results(
+        self, rows: Tensor, weight: Tensor, casts: Sequence[Tensor], x: Operand | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Compute a layer's results; also the scales of its input and of its weight.
+
+        casts: the tensors of `Float8Linear.casts`; x: the rows, if they are cast already.
+        """
+        config, divided, tokens = self
+        if x is None:
+            x = cast(rows, config.cast_config_input, config, 1, (tokens, divided[1]))
+        kind = config.cast_config_weight
+        w = Operand(*casts[:2]) if casts else cast(weight, kind, config, 1, divided)
+        return _multiply(x, w.t(), rows.dtype, config, "output"), x.scale, w.scale
+
+    def input_gradient(
+        self,
+        gradient: Tensor,
+        weight: Tensor,
+        casts: Sequence[Tensor],
+        w_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Operand]:
+        """Compute the gradient of a layer's input; also the cast gradient of its results.
+
+        w_scale: that of `results`, if the weight is cast here.
+        """
+        config, g = self.config, self.cast_gradient(gradient)
+        known = w_scale if _of_tensor(config.cast_config_weight) else None
+        kind = config.cast_config_weight_for_grad_input
+        w = Operand(*casts[-2:]) if casts else cast(weight, kind, config, 0, self.divided, known)
+        return _multiply(g, w, gradient.dtype, config, "grad_input"), g
+
+    def cast_gradient(self, gradient: Tensor) -> Operand:
+        ranks = self.tokens, self.divided[0]
+        return cast(gradient, self.config.cast_config_grad_output, self.config, 1, ranks)
+
+    def cast_input(self, rows: Tensor, x_scale: Tensor | None = None) -> Operand:
+        """Cast a layer's input for `weight_gradient`; x_scale: that of `results`."""
+        kind = self.config.cast_config_input_for_grad_weight
+        known = x_scale if _of_tensor(kind) else None
+        return cast(rows, kind, self.config, 0, (self.tokens, self.divided[1]), known)
+
+    def weight_gradient(self, gradient: Tensor, g: Operand, x: Operand) -> Tensor:
+        """g: the gradient as `cast_gradient` cast it; x: of `cast_input`."""
+        kind = self.config.cast_config_grad_output_for_grad_weight
+        if not _of_tensor(kind):
+            g = cast(gradient, kind, self.config, 0, (self.tokens, None))
+        return _multiply(g.t(), x, gradient.dtype, self.config, "grad_weight")
+
 
 def scaling_of(layer: Any) -> Scaling:
     return Scaling(layer.config, vars(layer).get(DIVIDED, (None, None)), layer.tokens)
@@ -172,78 +225,12 @@ def shared_scaling(layers: Sequence[Any]) -> Scaling | None:
     return first if one and alike else None
 
 
-def cast_shard(x: Tensor, scaling: Scaling, ranks: GroupInfo) -> Operand:
-    """Cast this rank's tokens [..., T, I] with the scale of all ranks' tokens; see `shared_scaling`."""
-    config, _, tokens = scaling
-    return cast(x, config.cast_config_input, config, 1, (tokens, ranks))
-
-
-def results(
-    rows: Tensor,
-    weight: Tensor,
-    scaling: Scaling,
-    casts: Sequence[Tensor],
-    x: Operand | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute a layer's results; also the scales of its input and of its weight.
-
-    casts: the tensors of `Float8Linear.casts`; x: the rows, if they are cast already.
-    """
-    config, divided, tokens = scaling
-    if x is None:
-        x = cast(rows, config.cast_config_input, config, 1, (tokens, divided[1]))
-    kind = config.cast_config_weight
-    w = Operand(*casts[:2]) if casts else cast(weight, kind, config, 1, divided)
-    return _multiply(x, w.t(), rows.dtype, config, "output"), x.scale, w.scale
-
-
-def input_gradient(
-    gradient: Tensor,
-    weight: Tensor,
-    scaling: Scaling,
-    casts: Sequence[Tensor],
-    w_scale: Tensor | None = None,
-) -> tuple[Tensor, Operand]:
-    """Compute the gradient of a layer's input; also the cast gradient of its results.
-
-    w_scale: that of `results`, if the weight is cast here.
-    """
-    config, divided, _ = scaling
-    g = cast_gradient(gradient, scaling)
-    known = w_scale if _of_tensor(config.cast_config_weight) else None
-    kind = config.cast_config_weight_for_grad_input
-    w = Operand(*casts[-2:]) if casts else cast(weight, kind, config, 0, divided, known)
-    return _multiply(g, w, gradient.dtype, config, "grad_input"), g
-
-
-def cast_gradient(gradient: Tensor, scaling: Scaling) -> Operand:
-    config, divided, tokens = scaling
-    return cast(gradient, config.cast_config_grad_output, config, 1, (tokens, divided[0]))
-
-
-def cast_input(rows: Tensor, scaling: Scaling, x_scale: Tensor | None = None) -> Operand:
-    """Cast a layer's input for `weight_gradient`; x_scale: that of `results`."""
-    config, divided, tokens = scaling
-    kind = config.cast_config_input_for_grad_weight
-    known = x_scale if _of_tensor(kind) else None
-    return cast(rows, kind, config, 0, (tokens, divided[1]), known)
-
-
-def weight_gradient(gradient: Tensor, g: Operand, x: Operand, scaling: Scaling) -> Tensor:
-    """g: the gradient as `cast_gradient` cast it; x: of `cast_input`."""
-    config, _, tokens = scaling
-    kind = config.cast_config_grad_output_for_grad_weight
-    if not _of_tensor(kind):
-        g = cast(gradient, kind, config, 0, (tokens, None))
-    return _multiply(g.t(), x, gradient.dtype, config, "grad_weight")
-
-
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, scaling: Scaling, *casts: Tensor
     ) -> Tensor:
-        result, x_scale, w_scale = results(_rows(input), weight, scaling, casts)
+        result, x_scale, w_scale = scaling.results(_rows(input), weight, casts)
         ctx.save_for_backward(input, x_scale, *(casts[-2:] or (weight, w_scale)))
         ctx.scaling, ctx.given = scaling, len(casts)
         # not a view: a custom function's view cannot be changed in place
@@ -255,13 +242,13 @@ class _Product(torch.autograd.Function):
         scaling, casts = ctx.scaling, weight if ctx.given else ()
         gradient, of_input, of_weight = _rows(gradient), None, None
         if ctx.needs_input_grad[0]:
-            of_rows, g = input_gradient(gradient, weight[0], scaling, casts, weight[1])
+            of_rows, g = scaling.input_gradient(gradient, weight[0], casts, weight[1])
             of_input = of_rows.view(input.shape)
         else:
-            g = cast_gradient(gradient, scaling)
+            g = scaling.cast_gradient(gradient)
         if ctx.needs_input_grad[1]:
-            x = cast_input(_rows(input), scaling, x_scale)
-            of_weight = weight_gradient(gradient, g, x, scaling)
+            x = scaling.cast_input(_rows(input), x_scale)
+            of_weight = scaling.weight_gradient(gradient, g, x)
         return of_input, of_weight, None, *(None for _ in range(ctx.given))
 
 

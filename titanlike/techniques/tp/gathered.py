@@ -78,9 +78,7 @@ def gather_for(ranks: TensorRanks, module: nn.Module, layers: Sequence[Any], x: 
         return autograd_collective(x, ranks, "all_gather", "reduce_scatter", x.dim() - 2)
     kept, tokens, scale = None, None, None
     if shared is not None:
-        from titanlike.techniques.low_precision.float8_linear import cast_shard
-
-        shard, scale = cast_shard(x.detach(), shared, ranks)
+        shard, scale = shared.cast_shard(x.detach(), ranks)
         tokens = _begin_rows(shard, ranks, beside=False)()
         kept = shard if again else tokens
     parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
@@ -167,10 +165,10 @@ class _Product(torch.autograd.Function):
         if scaling is None:
             rows = F.linear(rows, weight, bias)
         else:
-            from titanlike.techniques.low_precision.float8_linear import Operand, results
+            from titanlike.techniques.low_precision.float8_linear import Operand
 
             cast = None if tokens is None else Operand(tokens, scale)
-            rows, *_ = results(rows, weight, scaling, casts, cast)
+            rows, *_ = scaling.results(rows, weight, casts, cast)
             rows = rows if bias is None else rows + bias.to(rows.dtype)
         return shaped(rows, (*x.shape[:-1], rows.shape[-1]))
 
@@ -234,14 +232,8 @@ class _Gather(torch.autograd.Function):
         gather, finish = partial(_begin_rows, ranks=ctx.ranks), None
         if rows and not waits:
             finish = gather(kept) if ctx.again else lambda: kept
-        if any(scalings):
-            from titanlike.techniques.low_precision.float8_linear import (
-                Operand,
-                cast_gradient,
-                cast_input,
-                input_gradient,
-                weight_gradient,
-            )
+        if scale is not None:
+            from titanlike.techniques.low_precision.float8_linear import Operand
         cast: dict[int, Any] = {}  # gradients of results, in float8
         of_x = of_gathered
         if ctx.needs_input_grad[0] and rows:
@@ -253,7 +245,7 @@ class _Gather(torch.autograd.Function):
             elif plain:
                 of_rows = sum_of_products(*of)
             for i in [i for i in rows if i not in plain]:
-                one, cast[i] = input_gradient(rows[i], weights[i], scalings[i], casts[i])
+                one, cast[i] = scalings[i].input_gradient(rows[i], weights[i], casts[i])
                 of_rows = of_rows.add_(one) if plain or len(cast) > 1 else one
             of_x = of_rows.view(ctx.shape)
             of_x = of_x if of_gathered is None else of_x.add_(of_gathered)
@@ -269,9 +261,9 @@ class _Gather(torch.autograd.Function):
                 if scalings[i] is None:
                     grads[2 * i] = gradient.t() @ gathered
                 else:
-                    inputs = inputs or cast_input(gathered, scalings[i])
-                    g = cast[i] if i in cast else cast_gradient(gradient, scalings[i])
-                    grads[2 * i] = weight_gradient(gradient, g, inputs, scalings[i])
+                    inputs = inputs or scalings[i].cast_input(gathered)
+                    g = cast[i] if i in cast else scalings[i].cast_gradient(gradient)
+                    grads[2 * i] = scalings[i].weight_gradient(gradient, g, inputs)
                 grads[2 * i + 1] = gradient.sum(0) if ctx.needs_input_grad[8 + 2 * i] else None
         elif rows and not compiled:
             products = [(g, *ctx.parameters[2 * i : 2 * i + 2]) for i, g in rows.items()]
