@@ -319,7 +319,7 @@ class HeldOutSource:
     of_stream = True  # its samples are compared with the readers'
 
     def __init__(self, source: StreamSource) -> None:
-        self._source = source
+        self._source, self.collate = source, source.collate
 
     def __len__(self) -> int:
         config = self._source.config
@@ -331,9 +331,6 @@ class HeldOutSource:
         batch, row = divmod(i, source.config.batch_size)
         reader, index = divmod(row, each)
         return source.head(reader).held[batch * each + index]
-
-    def collate(self, samples: list[Batch]) -> Batch:
-        return self._source.collate(samples)
 
     def fingerprint(self) -> str:
         return "the first samples of a stream"
