@@ -24,11 +24,6 @@ from titanlike.core.models.rope_scaling import scaling_of
 from titanlike.core.torch_private.tensors import add_values, copy_values
 from titanlike.techniques.mixture.experts import AddLoss, Experts, through_experts
 
-_MAY_BE_ZERO = (
-    *("n_shared_experts", "first_k_dense_replace"),
-    *("bias_rate", "balance_loss", "z_loss", "num_nextn_predict_layers"),
-)
-
 
 class Routing(NamedTuple):
     """How the router chooses and weights a token's experts."""
@@ -183,7 +178,10 @@ class Moe(CausalLM):
     Raises ValueError with one argument per problem if sizes do not fit each other.
     """
 
-    may_be_zero = _MAY_BE_ZERO
+    may_be_zero = (
+        *("n_shared_experts", "first_k_dense_replace"),
+        *("bias_rate", "balance_loss", "z_loss", "num_nextn_predict_layers"),
+    )
 
     def __init__(
         self,
@@ -330,6 +328,6 @@ def _routing_problems(
         reason = f"leaves none of num_hidden_layers={layers} with experts, or is negative"
         wrong("first_k_dense_replace", dense, reason, 0)
     for key, value in {"n_shared_experts": shared, **routing._asdict()}.items():
-        if key in _MAY_BE_ZERO and value < 0:
+        if key in Moe.may_be_zero and value < 0:
             wrong(key, value, "must not be negative", 0)
     return problems
