@@ -214,11 +214,21 @@ def test_every_epoch_has_every_sample_once_in_a_new_order(tmp_path: Path) -> Non
     assert len({*rows}) > 0.9 * len(rows), "packed anew in a later epoch"
 
 
-@pytest.mark.parametrize("dp, workers, samples", [(1, 0, 91), (1, 0, 128), *slow((2, 1, 91))])
-def test_a_run_ends_with_its_data(dp: int, workers: int, samples: int, tmp_path: Path) -> None:
-    """Though one reader has fewer samples than the others; and has nothing left to do then."""
+@pytest.mark.parametrize(
+    "kind, dp, workers, samples",
+    [
+        ("stateful", 1, 0, 91),
+        ("stateful", 1, 0, 128),
+        ("uneven", 1, 2, 128),
+        *slow(("stateful", 2, 1, 91)),
+    ],
+)
+def test_a_run_ends_with_its_data(
+    kind: str, dp: int, workers: int, samples: int, tmp_path: Path
+) -> None:
+    """Though some readers have fewer samples than others; and has nothing left to do then."""
     data = {"samples": samples, "repeat": False}
-    config = of_source("stateful", tmp_path, dp=dp, workers=workers, data=data)
+    config = of_source(kind, tmp_path, dp=dp, workers=workers, data=data)
     config = replace(config, steps=50, validation=Validation(every=0), checkpoint=Checkpoint())
     first = losses(config, tmp_path / "run")
     assert len(first) == samples // 8 // 2

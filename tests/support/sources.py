@@ -181,6 +181,11 @@ def stateful(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) ->
     return _data(Stateful(seq_len, samples, reader, readers))
 
 
+def uneven(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) -> Data:
+    """The first half of the readers have twice as many."""
+    return stateful(seq_len, reader, readers, samples if 2 * reader >= readers else 2 * samples)
+
+
 def reshuffled(seq_len: int, reader: int, readers: int, samples: int = SAMPLES) -> Data:
     return _data(Reshuffled(seq_len, samples, reader, readers))
 

@@ -149,14 +149,14 @@ class StreamSource(Stream):
         waiting: Batch | None = None
         for step in count(position + 1):
             step_blocks = [*islice(blocks, workers)]
-            if len(step_blocks) < workers:
-                self.ends = step - 1
-                return
             for block in step_blocks:
                 if not isinstance(block, Block):  # `loader.NotSent`
                     yield block
                 if block.error is not None:
                     raise block.error
+            if not all(block.batch for block in step_blocks):
+                self.ends = step - 1
+                return
             if all(block.states is not None for block in step_blocks):
                 states = {r: s for b in step_blocks for r, s in (b.states or {}).items()}
                 self._states[step] = states
@@ -371,8 +371,9 @@ class ReaderGroup(IterableDataset[Block]):
         nodes = {reader: self._opened(reader) for reader in readers}
         rows = self._take(nodes, self._position)
         for step in count(self._position + 1):
-            if rows is None and ends and self._position:
-                return  # the run had ended at this position
+            if rows is None and ends and self._position:  # the run had ended at this position
+                yield Block({}, None, True)  # none would be another process's next one
+                return
             if rows is None:
                 raise source.too_short(readers[0])
             states = None
