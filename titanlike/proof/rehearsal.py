@@ -17,7 +17,7 @@ from pathlib import Path
 from signal import SIGTERM
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 from torch import nn
 
@@ -60,32 +60,6 @@ class Shared:
     objects: dict[str, dict[Any, Any]] = field(default_factory=dict)  # of each scenario
     saved: dict[str, Any] = field(default_factory=dict)  # name -> SavedTensor
     state: dict[str, Any] = field(default_factory=dict)
-
-
-class _Stop(StopRequest):
-    """A stop request that comes in a step of a scenario."""
-
-    def __init__(self, recorder: Recorder, at: int) -> None:
-        super().__init__()
-        self._recorder, self._at = recorder, at
-
-    def code(self, max_time: float | None = None) -> int:
-        return SIGTERM if self._at and self._recorder.step >= self._at else 0
-
-
-class _Watchdog:
-    """Notes the phase that a rank is in."""
-
-    def __init__(self, recorder: Recorder, scenario: Scenario) -> None:
-        self._recorder, self._scenario = recorder, scenario
-
-    def enter_phase(self, step: int, phase: str, timeout: float | None = None) -> None:
-        self._recorder.step, self._recorder.phase = step, f"{phase} of step {step}"
-        bad = self._scenario.bad_step and step == self._scenario.bad_step
-        self._recorder.unknown = float("nan") if bad else 1.0
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return _nothing
 
 
 class _Store:
@@ -155,7 +129,14 @@ def run_rank(
     config, objects = shared.config, shared.objects.setdefault(scenario.name, {})
     along = partial(axes_along, config)
     recorder = Recorder(rank, config.world_size, along, objects, **flips)
-    watchdog: Any = _Watchdog(recorder, scenario)
+    stop: Any = StopRequest()
+    stop.code = lambda *_: SIGTERM if 0 < scenario.stops_at <= recorder.step else 0
+
+    def enter_phase(step: int, phase: str, timeout: float | None = None) -> None:
+        recorder.step, recorder.phase = step, f"{phase} of step {step}"
+        recorder.unknown = float("nan") if 0 < scenario.bad_step == step else 1.0
+
+    watchdog = Mock(enter_phase=enter_phase)
     store: Any = _Store(recorder, config.world_size)
     error: Exception | None = None
     with contextlib.ExitStack() as stack:
@@ -174,7 +155,7 @@ def run_rank(
             run_dir=folder,
             store=store if config.world_size > 1 else None,
             overrides=[],
-            stop_request=_Stop(recorder, scenario.stops_at),
+            stop_request=stop,
         )
         for module, name, value in _stand_ins(shared, recorder, scenario):
             stack.enter_context(patch.object(module, name, value))
@@ -239,10 +220,6 @@ def _stand_ins(
             sent[key] = values
         return sent[key][group.rank()]
 
-    def copy(sources: Any, *_: object) -> SimpleNamespace:
-        done = {"before_update": _nothing, "finish": _nothing}
-        return SimpleNamespace(tensors=dict(sources), **done)
-
     def submit(function: Callable[[], Any]) -> Future[Any]:
         """Do at once what the saving thread is asked for, as what it asks for."""
         done: Future[Any] = Future()
@@ -255,15 +232,14 @@ def _stand_ins(
             recorder.queue = ""
         return done
 
-    pool = SimpleNamespace(submit=submit, shutdown=_nothing)
     yield writer, "prepare_save", prepare_save
     yield writer, "write_pieces", lambda *_: []
     yield writer, "commit", commit
     yield writer, "gather_objects", gather
     yield writer, "scatter_objects", scatter
-    yield writer, "ThreadPoolExecutor", lambda *_: pool
-    yield writer, "HostMemory", lambda: SimpleNamespace(reserve=_nothing, close=_nothing)
-    yield writer, "Copy", copy
+    yield writer, "ThreadPoolExecutor", lambda *_: Mock(submit=submit)
+    yield writer, "HostMemory", Mock
+    yield writer, "Copy", lambda sources, *_: Mock(tensors=dict(sources))
     if not scenario.resumes:
         return
 
@@ -280,7 +256,3 @@ def _stand_ins(
     yield reader, "open_header", open_header
     yield reader, "read", read
     yield state_dict, "read", read
-
-
-def _nothing(*_: object, **__: object) -> None:
-    """What a stand-in does."""
