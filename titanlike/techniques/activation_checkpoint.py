@@ -8,12 +8,12 @@ run around the forward, gather nothing again. Dropout draws the same masks again
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -25,8 +25,8 @@ from titanlike.core.config.errors import ConfigError, Problem
 from titanlike.core.distributed.placement import experts_of
 from titanlike.core.distributed.transform import Transform
 from titanlike.core.torch_private.autograd import ignore_ranges_in_selective_checkpoints
-from titanlike.core.torch_private.operators import arguments_of
-from titanlike.core.torch_private.tensors import tree_leaves
+from titanlike.core.torch_private.operators import written_by
+from titanlike.core.torch_private.tensors import tensors_in
 
 # custom operators that are matmuls: of `weight_gradients.py` and `techniques/mixture/experts.py`
 PRODUCTS = ("titanlike.linear_queueing", "titanlike.expert_linear")
@@ -103,27 +103,14 @@ class _Kept:
         if operator not in self._saved:
             self._saved[operator] = keeps(name, self._save)
         if not context.is_recompute:
-            for tensor in _written(operator, args, kwargs):
+            for tensor in written_by(operator, args, kwargs):
                 if source := self._storages.get(StorageWeakRef(tensor.untyped_storage())):
                     changed = f"its {self._block} changes a result of {source} in place"
                     fix, reason = "activation_checkpoint=full", f"{changed}, which is to be kept"
                     raise ConfigError([Problem("activation_checkpoint", "selective", reason, fix)])
             if self._saved[operator]:
                 # 2.11 does not pass the operator's results: in-place changes go unnoticed there
-                for leaf in tree_leaves(getattr(context, "op_output", None)):
-                    if isinstance(leaf, Tensor):
-                        self._storages[StorageWeakRef(leaf.untyped_storage())] = name
+                for tensor in tensors_in(getattr(context, "op_output", None)):
+                    self._storages[StorageWeakRef(tensor.untyped_storage())] = name
         keep = self._saved[operator]
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _written(operator: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that a call changes in place."""
-    schema = getattr(operator, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    values = arguments_of(operator, args, kwargs)
-    for argument in schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            leaves = tree_leaves(values.get(argument.name))
-            yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))

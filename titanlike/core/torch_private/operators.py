@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlike.core.torch_private.tensors import tensors_in
+
 __all__ = ["BatchNorm", "InstanceNorm", "OpOverload", "TorchDispatchMode"]
 __all__ += ["arguments_of", "decomposed", "operator_names", "scaled_grouped_mm"]
-__all__ += ["try_scaled_grouped_mm"]
+__all__ += ["try_scaled_grouped_mm", "written_by"]
 
 _REGISTERED_LATE = ("torch.nn.attention.varlen",)  # these register operators when imported
 
@@ -33,6 +35,17 @@ def arguments_of(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[st
     """An operator call's arguments by their names in its schema."""
     names = (argument.name for argument in operator._schema.arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def written_by(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that a call changes in place."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    values = arguments_of(operator, args, kwargs)
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(values.get(argument.name))
 
 
 def decomposed(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

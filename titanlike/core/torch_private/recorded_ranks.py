@@ -29,9 +29,11 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from titanlike.core.torch_private.fake_ranks import fake_tensors, without_peers
+from titanlike.core.torch_private.operators import arguments_of, written_by
+from titanlike.core.torch_private.tensors import tensors_in
 
 _SMALL = 4096  # elements of the largest tensor of floating-point numbers that has memory
 _REAL = 2**22  # of integers: a batch of data
@@ -282,8 +284,7 @@ class _Operators(TorchDispatchMode):
         plain = FakeTensor, *(k for k in types if k.__torch_dispatch__ is Tensor.__torch_dispatch__)
         if any(kind not in plain for kind in types):
             return NotImplemented  # a DTensor's own operators come here again
-        leaves = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = tensors_in(args, kwargs)
         namespace, name = function.namespace, function._opname
         if namespace == "c10d" and operation_of(function):
             return self._communicate(function, tensors, args, kwargs)
@@ -309,17 +310,11 @@ class _Operators(TorchDispatchMode):
             if not tensors or makes or sum(tensor.numel() for tensor in tensors) > _SMALL:
                 with self.fake:
                     result = function(*args, **kwargs)
-                made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+                made = tensors_in(result)
                 if any(t.numel() > (_SMALL if t.is_floating_point() else _REAL) for t in made):
                     return result
             return self._really(function, tensors, args, kwargs)
-        given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
-        written = [
-            leaf
-            for argument in schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for leaf in tree_leaves(given.get(argument.name, ()))
-        ]
+        written = [*written_by(function, args, kwargs)]
         try:
             if not all(isinstance(leaf, FakeTensor) for leaf in written):
                 raise fake_tensor.UnsupportedOperatorException(function)
@@ -332,8 +327,7 @@ class _Operators(TorchDispatchMode):
                 raise fake_tensor.UnsupportedOperatorException(function)  # as many as there are
         except _NEEDS_VALUES:
             args, kwargs = tree_map_only(FakeTensor, recorder.stand_in, (args, kwargs))
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            return self._really(function, tensors, args, kwargs)
+            return self._really(function, tensors_in(args, kwargs), args, kwargs)
         axes = frozenset().union(*map(recorder.differs, tensors))
 
         def with_value(tensor: Tensor) -> Tensor:
@@ -356,12 +350,11 @@ class _Operators(TorchDispatchMode):
         if any(map(recorder.is_made_up, tensors)):
             axes = frozenset().union(*map(recorder.differs, tensors))
             written = tensors[:1] if function._schema.is_mutable else []
-            for leaf in (*tree_leaves(result), *written):
-                if isinstance(leaf, Tensor):
-                    recorder.set_differs(leaf, axes | recorder.differs(leaf))
-                    if leaf.is_floating_point() and self._has_nan(leaf):
-                        # of numbers made up; `data`: autograd counts writes to what it keeps
-                        leaf.data.masked_fill_(leaf.isnan(), recorder.unknown)
+            for tensor in (*tensors_in(result), *written):
+                recorder.set_differs(tensor, axes | recorder.differs(tensor))
+                if tensor.is_floating_point() and self._has_nan(tensor):
+                    # of numbers made up; `data`: autograd counts writes to what it keeps
+                    tensor.data.masked_fill_(tensor.isnan(), recorder.unknown)
         return result
 
     def _has_nan(self, tensor: Tensor) -> bool:
@@ -382,7 +375,7 @@ class _Operators(TorchDispatchMode):
             given = tree_map_only(Tensor, self._as_fake, (args, kwargs))
             with self.fake:
                 result = function(*given[0], **given[1])
-            for made in tree_leaves(args[0]) if operation != "send" else ():
+            for made in tensors_in(args[0]) if operation != "send" else ():
                 if not isinstance(made, FakeTensor):  # of values that nobody knows
                     made.fill_(recorder.unknown if made.is_floating_point() else 0)
                     recorder.set_differs(made, recorder.every)
@@ -402,9 +395,8 @@ class _Operators(TorchDispatchMode):
         result = self._compute(function, tensors, args, kwargs)
         if name is not None and operation in _KINDS.values():
             group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             key = self.recorder.add(operation, group, tensors)
-            self.recorder.finish(operation, key, group, made)
+            self.recorder.finish(operation, key, group, tensors_in(result))
         return result
 
 
@@ -412,8 +404,7 @@ def described(
     function: Any, args: Any, kwargs: Any, reduction: str
 ) -> tuple[str, dist.ProcessGroup, dict[str, Any]]:
     """(operation, group, further fields of `Call`) of an operator of c10d."""
-    names = [argument.name for argument in function._schema.arguments]
-    given, more = dict(zip(names, args, strict=False)) | kwargs, dict[str, Any]()
+    given, more = arguments_of(function, args, kwargs), dict[str, Any]()
     operation, group = operation_of(function), dist.ProcessGroup.unbox(given["process_group"])
     root = next((given[name] for name in ("root_rank", "dst", "src") if name in given), None)
     end = None if root is None else dist.get_global_rank(group, root)

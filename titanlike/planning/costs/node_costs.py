@@ -24,8 +24,8 @@ from torch.utils.flop_counter import flop_registry
 
 from titanlike.core.device.accelerator import kept_rng, synchronize
 from titanlike.core.graph.recording import Node, with_values
-from titanlike.core.torch_private.operators import TorchDispatchMode
-from titanlike.core.torch_private.tensors import storage_id, tree_leaves
+from titanlike.core.torch_private.operators import TorchDispatchMode, arguments_of
+from titanlike.core.torch_private.tensors import storage_id, tensors_in
 
 if TYPE_CHECKING:  # imported where a layout has them
     from titanlike.core.distributed.collectives import GroupInfo
@@ -89,7 +89,7 @@ class Call:
         args, kwargs = self.arguments() if arguments is None else arguments
         with torch.set_grad_enabled(self._node.grad_enabled), self._device:
             result = self._function(*args, **kwargs)
-        return [leaf for leaf in _tensors(result) if leaf.requires_grad]
+        return [leaf for leaf in tensors_in(result) if leaf.requires_grad]
 
     @contextmanager
     def weight_gradients(self, deferred: bool) -> Iterator[DeferredWeightGradients | None]:
@@ -115,10 +115,6 @@ def _empty_like(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return tensor
     return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 # --- costs counted on meta ------------------------------------------------------------------------
@@ -299,7 +295,7 @@ class _Counter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        made = _tensors(result)
+        made = tensors_in(result)
         for tensor in made:
             key, storage = storage_id(tensor), tensor.untyped_storage()
             if key not in self._live and function is not torch.ops.aten.detach.default:
@@ -314,7 +310,7 @@ class _Counter(TorchDispatchMode):
         short = name.rpartition(".")[2]
         if getattr(function, "is_view", False) or short.startswith(_FREE) or not made:
             return result
-        arguments = _tensors([args, {k: v for k, v in kwargs.items() if k != "out"}])
+        arguments = tensors_in([args, {k: v for k, v in kwargs.items() if k != "out"}])
         if short in ("_to_copy", "contiguous", "reshape", "clone") and not {
             *map(storage_id, arguments)
         }.isdisjoint(map(storage_id, made)):
@@ -332,10 +328,8 @@ class _Counter(TorchDispatchMode):
             if _KERNELS in name:  # a kernel called directly, by ring attention
                 name, (q, k) = ATTENTION, arguments[:2]
                 sizes = q.shape[-2], k.shape[-2], q.shape[-1]
-                index = [argument.name for argument in function._schema.arguments].index(
-                    "is_causal"
-                )
-                flops //= 2 if len(args) > index and args[index] else 1
+                causal = arguments_of(function, args, kwargs).get("is_causal")
+                flops //= 2 if causal else 1
             elif name.startswith(EXPERTS_PRODUCT):
                 sizes, groups = _of_an_expert(arguments[0], arguments[1], made[0])
         # an expanded tensor has less memory than elements

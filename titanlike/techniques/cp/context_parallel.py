@@ -36,12 +36,13 @@ from titanlike.core.models.documents import (
 )
 from titanlike.core.optim.custom_loss import CustomLoss
 from titanlike.core.optim.loss import takes_divided_logits
+from titanlike.core.torch_private.tensors import tensors_in
 from titanlike.techniques.cp.context_attention import ContextAttention, Looking, heads_not_shareable
 from titanlike.techniques.cp.context_tokens import ContextRanks, Take
 from titanlike.techniques.tp.operators import Layout, Shard, ShardingError
 from titanlike.techniques.tp.plan import Entry
 from titanlike.techniques.tp.sharded_trace import ShardedTrace, Tracked
-from titanlike.techniques.tp.traces import ReferenceTrace, first_line, shapes_of, tensors_in
+from titanlike.techniques.tp.traces import ReferenceTrace, first_line, shapes_of
 
 IGNORED = -100  # a target without loss
 _PADDING = {"targets": IGNORED, "document_ids": -1}  # else 0, or False

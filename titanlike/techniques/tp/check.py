@@ -19,12 +19,13 @@ from titanlike.core.config.errors import ConfigError, Problem
 from titanlike.core.config.schema import Config
 from titanlike.core.distributed.placement import Placement
 from titanlike.core.torch_private.compiler import as_if_compiling
+from titanlike.core.torch_private.tensors import tensors_in
 from titanlike.techniques.tp.operators import ShardingError
 from titanlike.techniques.tp.plan import DIVIDING, Entry, entries_above, written_plan
 from titanlike.techniques.tp.ranks import TensorRanks
 from titanlike.techniques.tp.sharded_trace import RESULT, Need, ShardedTrace
 from titanlike.techniques.tp.styles import mark
-from titanlike.techniques.tp.traces import ReferenceTrace, first_line, shapes_of, tensors_in
+from titanlike.techniques.tp.traces import ReferenceTrace, first_line, shapes_of
 
 Draws = Mapping[str, set[bool]]  # see `ShardedTrace.draws`
 

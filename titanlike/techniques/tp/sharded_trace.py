@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from titanlike.core.distributed.placement import SHARES_GATHERED, Placement
 from titanlike.core.graph.units import call_key
-from titanlike.core.torch_private.tensors import storage_id
+from titanlike.core.torch_private.tensors import storage_id, tensors_in
 from titanlike.techniques.tp.operators import (
     Call,
     Kind,
@@ -35,7 +35,6 @@ from titanlike.techniques.tp.traces import (
     same_form,
     shapes_of,
     short_name,
-    tensors_in,
     within,
 )
 

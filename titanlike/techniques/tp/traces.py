@@ -17,7 +17,7 @@ from titanlike.core.graph.units import call_key
 from titanlike.core.torch_private.autograd import intercept_checkpoints
 from titanlike.core.torch_private.deferred_dynamo import force_eager
 from titanlike.core.torch_private.operators import TorchDispatchMode, arguments_of, decomposed
-from titanlike.core.torch_private.tensors import tree_leaves
+from titanlike.core.torch_private.tensors import tensors_in
 from titanlike.techniques.tp.operators import (
     Shape,
     ShardingError,
@@ -222,10 +222,6 @@ class ReferenceTrace(TracedForward):
 
 def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-def tensors_in(*values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def shapes_of(tensors: list[Tensor]) -> tuple[Shape, ...]:
