@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import os
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -134,8 +135,9 @@ class Recorder:
         self._groups: dict[str, _Group] = {}  # by torch's name
         self._made: Counter[tuple[str, ...]] = Counter()  # groups by axes
         self._numbers: Counter[str] = Counter()  # calls by group
-        self._differs: dict[int, frozenset[str]] = {}  # storage -> axes
-        self._batch = self._batches = -1
+        # storage -> axes
+        self._differs: WeakKeyDictionary[torch.UntypedStorage, frozenset[str]] = WeakKeyDictionary()
+        self.batch = -1  # of the messages that are being begun together
 
     # --- calls -------------------------------------------------------------------------------
 
@@ -165,20 +167,10 @@ class Recorder:
         if len(ranks) > 1:
             sizes = tuple((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors)
             line, user_line = lines()
-            more |= {"line": line, "user_line": user_line, "batch": self._batch}
+            more |= {"line": line, "user_line": user_line, "batch": self.batch}
             more |= {"phase": self.phase, "queue": self.queue}
             self.program.calls.append(Call(operation, name, axes, ranks, sizes, **more))
         return name, number
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A context whose messages are begun together."""
-        self._batches += 1
-        self._batch = self._batches
-        try:
-            yield
-        finally:
-            self._batch = -1
 
     def finish(
         self,
@@ -208,16 +200,13 @@ class Recorder:
     def differs(self, tensor: Tensor) -> frozenset[str]:
         """The axes along which values may differ that are not known beforehand."""
         default = self.every if isinstance(tensor, FakeTensor) else frozenset()
-        return self._differs.get(tensor.untyped_storage()._cdata, default)
+        return self._differs.get(tensor.untyped_storage(), default)
 
     def set_differs(self, tensor: Tensor, axes: frozenset[str]) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._differs:
-            weakref.finalize(storage, self._differs.pop, storage._cdata, None)
-        self._differs[storage._cdata] = axes
+        self._differs[tensor.untyped_storage()] = axes
 
     def is_made_up(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, FakeTensor) or tensor.untyped_storage()._cdata in self._differs
+        return isinstance(tensor, FakeTensor) or tensor.untyped_storage() in self._differs
 
     def stand_in(self, tensor: Tensor) -> Tensor:
         """A real tensor in place of a fake one: of ones, or zeros if they are integers."""
@@ -465,7 +454,7 @@ def recorded_rank(recorder: Recorder) -> Iterator[FakeTensorMode]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     init, new, batch = dist.init_process_group, dist.new_group, dist.batch_isend_irecv
-    rank = recorder.program.rank
+    rank, batches = recorder.program.rank, itertools.count()
 
     def initialize(*_: Any, **__: Any) -> None:
         init("fake", store=FakeStore(), rank=rank, world_size=recorder.world_size)
@@ -482,8 +471,11 @@ def recorded_rank(recorder: Recorder) -> Iterator[FakeTensorMode]:
         return group
 
     def begin_together(operations: Any) -> Any:
-        with recorder.together():
+        recorder.batch = next(batches)
+        try:
             return batch(operations)
+        finally:
+            recorder.batch = -1
 
     replaced: dict[str, Any] = {"init_process_group": initialize, "new_group": new_group}
     replaced["batch_isend_irecv"] = begin_together
