@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -87,22 +88,18 @@ def reference_steps(
     mixed = config.mixes_samples or any(transform.by_microbatch for transform in transforms)
     in_layout = microbatches_of(config, data) if mixed or low or recorder else {}
     groups = in_layout if mixed or recorder else {}
+    compute = partial(_single_process, config, data, device, step=step)
     if low:
-        of = config, data, device, transforms, torch.float32, groups
-        exact = _single_process(*of, step=step)
+        exact = compute(transforms, torch.float32, groups)
         # as in the layout: float8 scales are per microbatch
         transforms = _transforms(config, data, device)
-        options: dict[str, Any] = {"groups": in_layout, "recorder": recorder, "step": step}
-        return exact, _single_process(config, data, device, transforms, torch.bfloat16, **options)
+        return exact, compute(transforms, torch.bfloat16, in_layout, recorder=recorder)
     with watch_autocast() as used:
-        options = {"groups": groups, "recorder": recorder, "step": step}
-        exact = _single_process(config, data, device, transforms, torch.float32, **options)
+        exact = compute(transforms, torch.float32, groups, recorder=recorder)
     if not used:
         return exact, None
     with watch_autocast(off=True):
-        of = config, data, device, transforms, torch.float32, groups
-        in_fp32 = _single_process(*of, "bf16", step=step)
-    return in_fp32, exact
+        return compute(transforms, torch.float32, groups, "bf16"), exact
 
 
 def in_one_process(config: Config) -> Config:
