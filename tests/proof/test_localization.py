@@ -405,7 +405,7 @@ def test_whatever_is_wrong_with_updates_is_told(scale: float, norm: float) -> No
 
 def exchanged(config: Config, worker: Worker) -> list[torch.dtype]:
     with opened(config, worker):
-        every = recorder._gathered({"x": torch.ones(3).to(torch.float8_e4m3fn)})
+        every = recorder.gathered({"x": torch.ones(3).to(torch.float8_e4m3fn)})
         return [each["x"].dtype for each in every]
 
 

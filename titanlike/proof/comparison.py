@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from titanlike.core.distributed.placement import Part, local_of
@@ -230,6 +233,14 @@ def reliable(gradient: Tensor, precision: str) -> Tensor:
     size = gradient.abs()
     limit = max(RELIABLE[precision] * gradient.square().mean().sqrt().item(), NEGLIGIBLE)
     return (size > limit) | (size == 0)
+
+
+def gathered(value: Any) -> list[Any]:
+    """Each rank's value, by rank; saved by torch, as float8 tensors cannot be pickled."""
+    torch.save(value, file := io.BytesIO())
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, file.getvalue())
+    return [torch.load(io.BytesIO(data), weights_only=False) for data in every]
 
 
 def merge(ranks: list[list[Comparison]]) -> list[Comparison]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titanlike.core.config.schema import Config
@@ -22,7 +21,9 @@ from titanlike.core.training.build import Run, build
 from titanlike.core.training.device_batches import to_device
 from titanlike.core.training.session import connected
 from titanlike.core.training.step import drop_gradients, forward_backward, optimizer_step
+from titanlike.proof.comparison import gathered
 from titanlike.proof.reference import REFERENCE_TIMEOUT, in_one_process
+from titanlike.proof.verification import apart
 
 if TYPE_CHECKING:
     from titanlike.proof.recorder import Recorder
@@ -54,7 +55,7 @@ def first_difference(config: Config, data: Data, worker: Worker) -> Difference |
     """
     path = worker.run_dir / "bits.pt"
     if worker.rank == 0:
-        one = replace(worker, rank=0, local_rank=0, world_size=1, local_world_size=1, store=None)
+        one = apart(worker, "", 1)
         expected = [
             (step, kind, name, local(value).cpu().clone())
             for step, kind, name, value, _ in computed(in_one_process(config), data, one)
@@ -65,15 +66,13 @@ def first_difference(config: Config, data: Data, worker: Worker) -> Difference |
     refs = {
         (step, kind, name): (index, whole) for index, (step, kind, name, whole) in enumerate(rows)
     }
-    store = worker.store and dist.PrefixStore("bits", worker.store)
     differences: list[Difference] = []
 
     def compare(run: Run) -> None:
-        every: list[Any] = [None] * run.mesh.world_size
-        dist.all_gather_object(every, min(differences, default=None))
-        differences[:] = [difference for difference in every if difference is not None]
+        firsts = gathered(min(differences, default=None))
+        differences[:] = [difference for difference in firsts if difference is not None]
 
-    layout = replace(worker, store=store)
+    layout = apart(worker, "bits")
     for step, kind, name, value, places in computed(config, data, layout, compare):
         index, whole = refs[step, kind, name]
         for here, place in places:

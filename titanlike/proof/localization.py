@@ -172,7 +172,7 @@ def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> dict
     if worker.rank == 0:
         folder.mkdir(exist_ok=True)
         recorder = Recorder(step=step)
-        one = replace(apart(worker, "", 1), local_world_size=1)
+        one = apart(worker, "", 1)
         for _ in computed(in_one_process(config), data, one, recorder=recorder):
             pass
         torch.save(recorder.tensors, folder / TENSORS)

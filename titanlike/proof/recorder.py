@@ -3,7 +3,6 @@ of them differ."""
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,7 +23,7 @@ from titanlike.core.graph.recording import tree_flatten
 from titanlike.core.torch_private.autograd import in_backward
 from titanlike.core.torch_private.dtensor import local
 from titanlike.core.training.build import Run
-from titanlike.proof.comparison import Comparison, compare
+from titanlike.proof.comparison import Comparison, compare, gathered
 from titanlike.proof.operations import DIFFERS, Operations, first_operation
 
 PHASES = ("input", "output", "gradient of the output", "share")
@@ -195,7 +194,7 @@ class Recorder(Transform):
             what = first_bit(tensor, right) if self._bits else described(tensor, right, config)
             of = dist.get_rank(), microbatch, row.relative, before, what
             wrongs.append((Wrong(order[place], place, *of), tensor, right))
-        first = [wrong for rank in _gathered([wrong for wrong, *_ in wrongs]) for wrong in rank]
+        first = [wrong for rank in gathered([wrong for wrong, *_ in wrongs]) for wrong in rank]
         least = min((wrong.order for wrong in first), default=None)
         for wrong, tensor, right in wrongs:
             if wrong.order == least:
@@ -208,7 +207,7 @@ class Recorder(Transform):
         """A text about the first operation that differs, on the rank that has it. Collective."""
         assert self.operations is not None
         reference = torch.load(folder / OPERATIONS, map_location="cpu", weights_only=False)
-        every, parts = _gathered(self.operations.found), _Parts(run, config, self._bits)
+        every, parts = gathered(self.operations.found), _Parts(run, config, self._bits)
         groups = [t.ranks.group for t in run.plan.transforms.values() if t.ranks is not None]
         ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
         peers = [every[rank] for rank in sorted(ranks - {dist.get_rank()})]
@@ -223,7 +222,7 @@ class Recorder(Transform):
             sum_row = parts.compared(wrong.place, total, whole)[1]
             return (sum_row, True) if sum_row is not None and sum_row.agrees else (row, False)
 
-        texts = _gathered(first_operation(self.operations.found, reference, peers, compared))
+        texts = gathered(first_operation(self.operations.found, reference, peers, compared))
         differs = [f"{t} on rank {rank}" for rank, t in enumerate(texts) if DIFFERS in t]
         return [*differs, texts[wrong.rank]][0]
 
@@ -243,7 +242,7 @@ class Recorder(Transform):
                 text = described(actual, shares.sum(0), config)
                 actual, shares = actual.flatten(), shares.flatten(1)
                 moments[name] = shares @ shares.T, shares @ actual, actual @ actual, text
-        every, result = _gathered(moments), {}
+        every, result = gathered(moments), {}
         for name in (place.name for place, _ in reference if place.phase == "share"):
             of = {rank: p[name] for rank, p in enumerate(every) if name in p}
             if of and name not in result:
@@ -252,14 +251,6 @@ class Recorder(Transform):
                 found = _multiples_of_shares(sum(grams), sum(products), sum(squares), config)
                 result[name] = found or What("; ".join(lines[:4]))
         return result
-
-
-def _gathered(value: Any) -> list[Any]:
-    """Each rank's value, by rank; saved by torch, as float8 tensors cannot be pickled."""
-    torch.save(value, file := io.BytesIO())
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, file.getvalue())
-    return [torch.load(io.BytesIO(data), weights_only=False) for data in every]
 
 
 class _Parts:

@@ -50,7 +50,7 @@ from titanlike.core.training.first_batch import compile_blocks, refuse_mixed_sam
 from titanlike.core.training.same_data import refuse_other_data
 from titanlike.core.training.session import connected, open_data_on_every_rank
 from titanlike.core.training.step import measured_step, validate
-from titanlike.proof.comparison import RELATIVE_TOLERANCE, Comparison, compare, merge
+from titanlike.proof.comparison import RELATIVE_TOLERANCE, Comparison, compare, gathered, merge
 from titanlike.proof.reference import (
     EARLY,
     REFERENCE_TIMEOUT,
@@ -145,8 +145,7 @@ def compare_with_one_process(
         if run.compiled:
             compile_blocks(run, config, next(stream), worker)
         comparisons = list(_compare_layout(run, config, data, worker, exact, rounded, recorder))
-        every: list[list[Comparison]] = [[] for _ in range(mesh.world_size)]
-        dist.all_gather_object(every, comparisons)
+        every = gathered(comparisons)
         rows = merge(every)
         rows = _explain(rows, config, data, exact, rounded is not None, worker, mesh.device)
         copies = Counter(name for names in run.plan.stage_parameters for name in names)
@@ -283,6 +282,7 @@ def _compare_layout(
     recorder: Recorder | None = None,
 ) -> Iterator[Comparison]:
     """Compare this rank's tensors with the fp32 (exact) and bf16 (rounded) reference."""
+    references = [each for each in (exact, rounded) if each is not None]
 
     def parameters() -> Iterator[tuple[str, nn.Parameter, Part | None]]:
         for state in run.stage_states:
@@ -325,13 +325,12 @@ def _compare_layout(
     def compare_gradients() -> None:
         """Before the update of the step that is compared."""
         for name, parameter, part in parameters():
-            in_bf16 = rounded.gradients[name] if rounded else None
-            reference = exact.gradients[name]
-            gradient = parameter.grad if reference.any() else gradient_of(parameter)
+            right = [of.gradients[name] for of in references]
+            gradient = parameter.grad if right[0].any() else gradient_of(parameter)
             if recorder is not None and gradient is not None and name in recorder.shares:
                 recorder.gradients[name] = gradient.clone(), part
             more: dict[str, Any] = {"part": part, "of_sums": name not in experts}
-            rows.append(compare("gradient", name, gradient, reference, in_bf16, **more))
+            rows.append(compare("gradient", name, gradient, *right, **more))
         rows.extend(_compare_copies(run, "gradient"))
 
     rows: list[Comparison] = []
@@ -348,7 +347,7 @@ def _compare_layout(
         name = norm_name(step)
         # a sum over ranks; from the second step on, from rounded weights
         least = None if rounded else 1e-5 if step == exact.step else RELATIVE_TOLERANCE
-        of = [record["grad_norm"], *(of.norms[name] for of in (exact, rounded) if of)]
+        of = [record["grad_norm"], *(of.norms[name] for of in references)]
         numbers = torch.tensor(of, dtype=torch.float64)[:, None]
         rows.append(compare("norm", name, *numbers, tolerance=least))
         right = exact.rates[step - 1]
@@ -359,23 +358,22 @@ def _compare_layout(
         if step == 1:
             for name, buffer in (pair for stage in run.stages for pair in stage.named_buffers()):
                 if name in exact.buffers:
-                    in_bf16 = rounded.buffers[name] if rounded else None
-                    rows.append(compare("buffer", name, buffer, exact.buffers[name], in_bf16))
+                    buffers = (of.buffers[name] for of in references)
+                    rows.append(compare("buffer", name, buffer, *buffers))
     yield from rows
     for name, parameter, part in parameters():
-        in_bf16 = rounded.updated[name] if rounded else None
         options: dict[str, Any]
         options = {"base": exact.initial[name], "mask": exact.reliable[name], "part": part}
-        yield compare("update", name, parameter, exact.updated[name], in_bf16, **options)
+        updated = (of.updated[name] for of in references)
+        yield compare("update", name, parameter, *updated, **options)
     yield from _compare_copies(run, "update")
     yield from _compare_states(run, exact, rounded)
 
     after, _ = run.pipeline.evaluate(to_device(next(stream), run.mesh, config))
     losses["loss after the last step"] = after.item()
     for name, value in losses.items():
-        reference = torch.tensor([exact.losses[name]], dtype=torch.float64)
-        in_bf16 = torch.tensor([rounded.losses[name]], dtype=torch.float64) if rounded else None
-        yield compare("loss", name, torch.tensor([value], dtype=torch.float64), reference, in_bf16)
+        of = [value, *(of.losses[name] for of in references)]
+        yield compare("loss", name, *torch.tensor(of, dtype=torch.float64)[:, None])
 
 
 def _compare_copies(run: Run, kind: str) -> Iterator[Comparison]:
