@@ -12,6 +12,7 @@ from titanlike.core.metrics import units
 from titanlike.core.metrics.console import table_lines
 from titanlike.planning.estimate import Estimate
 from titanlike.planning.known_hardware import axes, link_of
+from titanlike.planning.stage_times import TRAFFIC
 from titanlike.watch.chart import Chart, MemoryCurve, Span
 from titanlike.watch.chart_picture import inline_svg
 
@@ -26,17 +27,6 @@ _PARTS = {  # field of MemoryParts -> title
     "messages": "msgs",
     "gathered": "gather",
     "temporary": "peak",
-}
-_AXES = {  # kind of traffic -> (title, axis)
-    "messages": ("pipeline messages", "pp"),
-    "gathered": ("all-gathers of parameters", "shard"),
-    "reduced": ("reduce-scatters of gradients", "shard"),
-    "replicated": ("all-reduces of gradients", "replicate"),
-    "expert_gathered": ("all-gathers of experts", "expert_shard"),
-    "expert_reduced": ("reduce-scatters of experts", "expert_shard"),
-    "tp": ("activations of tp", "tp"),
-    "cp": ("keys, values, heads of cp", "cp"),
-    "ep": ("tokens of experts", "ep"),
 }
 _EXACT_AXES = {
     "reduced": ("all-to-alls of gradients", "shard"),
@@ -226,7 +216,7 @@ def _time_table(estimate: Estimate, width: int) -> str:
 def _traffic_table(estimate: Estimate, width: int) -> str:
     rows = []
     ranks = [estimate.traffic(rank) for rank in range(estimate.config.pp)]
-    kinds = _AXES | (_EXACT_AXES if estimate.config.exact else {})
+    kinds = TRAFFIC | (_EXACT_AXES if estimate.config.exact else {})
     for kind, (what, axis) in kinds.items():
         if nbytes := max(traffic[kind] for traffic in ranks):
             link = link_of(estimate.config, axis, estimate.hardware)

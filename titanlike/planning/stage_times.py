@@ -69,10 +69,17 @@ _HIDDEN = 0.4
 # Fraction of the input gradients' matmuls and attention that overlaps what tp gathers in the backward
 _OF_COLUMNS = 0.5
 
-TRAFFIC = (  # kinds, see `LayoutTimes.traffic`
-    *("messages", "gathered", "reduced", "replicated", "expert_gathered", "expert_reduced"),
-    *("tp", "cp", "ep"),
-)
+TRAFFIC = {  # kind, see `LayoutTimes.traffic` -> (title in plans, axis)
+    "messages": ("pipeline messages", "pp"),
+    "gathered": ("all-gathers of parameters", "shard"),
+    "reduced": ("reduce-scatters of gradients", "shard"),
+    "replicated": ("all-reduces of gradients", "replicate"),
+    "expert_gathered": ("all-gathers of experts", "expert_shard"),
+    "expert_reduced": ("reduce-scatters of experts", "expert_shard"),
+    "tp": ("activations of tp", "tp"),
+    "cp": ("keys, values, heads of cp", "cp"),
+    "ep": ("tokens of experts", "ep"),
+}
 
 _TITLES = {  # fields of `Seconds`, as plans show them
     "matmuls": "matrix products",
