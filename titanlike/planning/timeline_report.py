@@ -32,9 +32,8 @@ from titanlike.planning.estimate import Estimate, make_estimate
 from titanlike.planning.estimate_text import table
 from titanlike.planning.known_hardware import likely_hardware
 from titanlike.watch import timeline_file
-from titanlike.watch.timeline_file import RankStep, Timeline
+from titanlike.watch.timeline_file import COMPUTED, RankStep, Timeline
 
-_COMPUTED = ("F", "B", "I", "W")
 _NONE = Consent()
 
 
@@ -81,7 +80,7 @@ class TimelineReport:
             waits[sender] += seconds
         total = statistics.median(step.end - step.begin for step in steps)
         parts = {
-            "computing": median(*_COMPUTED),
+            "computing": median(*COMPUTED),
             "communication": median("gather", "reduce"),
             "waiting": median("wait"),
             "all_reduce": median("agree"),
@@ -100,7 +99,7 @@ class TimelineReport:
         for index, wait in enumerate(step.events):
             if wait.kind == "wait" and wait.stage >= 0:
                 kinds = (e.kind for e in step.events[index:] if e[1:3] == wait[1:3])
-                kind = next((kind for kind in kinds if kind in _COMPUTED), "")
+                kind = next((kind for kind in kinds if kind in COMPUTED), "")
                 if kind:  # else the recording ended before the action
                     sender = wait.stage + (-1 if kind == "F" else 1)
                     yield self.timeline.place[sender], wait.end - wait.start

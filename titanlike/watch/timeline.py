@@ -37,7 +37,7 @@ from titanlike.core.torch_private.fsdp import parameter_groups, watch_collective
 from titanlike.core.training.build import Run
 from titanlike.watch import timeline_file
 from titanlike.watch.chart import Span
-from titanlike.watch.timeline_file import RankFile, RankStep
+from titanlike.watch.timeline_file import COMPUTED, RankFile, RankStep
 
 MOST_RANKS = 64  # in larger runs only the ranks of the first pipeline write a file
 _PHASES = {
@@ -51,7 +51,6 @@ _PHASES = {
     "save": "other",
 }  # all other phases: host
 _ACTIONS = {"UNSHARD": "gather", "REDUCE_GRAD": "reduce", "WAIT_REDUCE_GRAD": "reduce"}
-_COMPUTED = ("F", "B", "I", "W")
 _Entry = tuple[str, Any]
 _SHORT = 5e-5  # seconds; a shorter collective had nothing to communicate
 
@@ -253,7 +252,7 @@ def _begun(action: Any, waited: Collection[str]) -> tuple[str, int, int]:
     kind = action.computation_type.value
     stage, mb = action.stage_index, action.microbatch_index
     mb = -1 if mb is None else mb
-    if kind in _COMPUTED:
+    if kind in COMPUTED:
         return ("wait" if str(action) in waited else kind), stage, mb
     name = action.computation_type.name
     return (_ACTIONS[name], stage, -1) if name in _ACTIONS else ("host", -1, -1)

@@ -24,8 +24,8 @@ from titanlike.watch.chart import Chart, Span
 
 IDLE = ("wait", "agree")
 _MOST_EVENTS = 20_000  # of a rank in a step; some comparisons are quadratic in them
-_COMPUTED = ("F", "B", "I", "W")
-_PIPELINE = (*_COMPUTED, "gather", "reduce", "wait")
+COMPUTED = ("F", "B", "I", "W")
+_PIPELINE = (*COMPUTED, "gather", "reduce", "wait")
 
 
 @dataclass
@@ -218,7 +218,7 @@ def chart_of(timeline: Timeline) -> Chart:
 def stage_seconds(timeline: Timeline, stage: int) -> dict[str, float]:
     """Median seconds of a stage on one rank: F, B, I and W per microbatch, including collectives
     inside them; gather and reduce once per step. 0 for kinds that do not occur."""
-    samples: dict[str, list[float]] = {kind: [] for kind in (*_COMPUTED, "gather", "reduce")}
+    samples: dict[str, list[float]] = {kind: [] for kind in (*COMPUTED, "gather", "reduce")}
     for step in timeline.steps:
         pipeline = timeline.first_pipeline(step)
         (rank,) = [rank for rank in pipeline if rank.pp_rank == timeline.place[stage]]
@@ -237,10 +237,10 @@ def _actions(rank: RankStep, stage: int) -> Iterator[tuple[str, float]]:
             continue
         kind, seconds = "", 0.0
         for event in events:
-            if event.kind in _COMPUTED and kind not in ("", event.kind):
+            if event.kind in COMPUTED and kind not in ("", event.kind):
                 yield kind, seconds
                 seconds = 0.0
-            kind = event.kind if event.kind in _COMPUTED else kind
+            kind = event.kind if event.kind in COMPUTED else kind
             seconds += 0.0 if event.kind in IDLE else event.end - event.start
         if kind:
             yield kind, seconds
