@@ -17,13 +17,7 @@ from titanlike.core.distributed.mesh import axis_sizes
 from titanlike.core.metrics.console import table_lines
 from titanlike.core.torch_private.recorded_ranks import Call, Program
 from titanlike.proof.agreement import Classes, Disagreement, Place, disagreement
-from titanlike.proof.rehearsal import (
-    STEPS,
-    Scenario,
-    Shared,
-    run_rank,
-    shortened,
-)
+from titanlike.proof.rehearsal import STEPS, Scenario, Shared, run_rank, shortened
 
 SCENARIOS = (
     Scenario("a run"),
@@ -79,16 +73,15 @@ def rehearse(
             if scenario is scenarios[0]:
                 result.programs = programs
                 _count(result, programs)
-            result.found = disagreement(programs, result.classes)
+            found = disagreement(programs, result.classes)
             if result.failed:  # as a rank may that is out of step before
-                found, result.found = result.found, None
-                if found is not None and all(place.call for place in found.places):
-                    result.found, result.failed, result.where = found, "", scenario.name
-                break
-            if result.found is None and scenario is scenarios[0]:
-                result.found = _by_values(shared, scenario, programs, result)
-            if result.found is not None:
-                result.where = scenario.name
+                if found is None or not all(place.call for place in found.places):
+                    break
+                result.failed = ""
+            if found is None and scenario is scenarios[0]:
+                found = _by_values(shared, scenario, programs, result)
+            if found is not None:
+                result.found, result.where = found, scenario.name
                 break
             result.ran.append(scenario.name)
     return result
