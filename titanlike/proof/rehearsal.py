@@ -159,8 +159,7 @@ def run_rank(
         )
         for module, name, value in _stand_ins(shared, recorder, scenario):
             stack.enter_context(patch.object(module, name, value))
-        output = io.StringIO()
-        stack.enter_context(contextlib.redirect_stdout(output))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         fake = stack.enter_context(recorded_rank(recorder))
 
         def fill(stage: nn.Module, _: object, device: Any, *__: object, **___: object) -> None:

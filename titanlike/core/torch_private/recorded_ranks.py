@@ -15,7 +15,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -483,14 +483,9 @@ def recorded_rank(recorder: Recorder) -> Iterator[FakeTensorMode]:
         replaced[name] = _of_objects(recorder, name)
     for name in _REDUCTIONS:
         replaced[name] = _reducing(recorder, getattr(dist, name))
-    with ExitStack() as stack:
-        stack.enter_context(without_peers())
-        stack.enter_context(patch.object(fake_tensor.log, "disabled", True))  # a trial may fail
-        for name, value in replaced.items():
-            stack.enter_context(patch.object(dist, name, value))
-        operators = _Operators(recorder)
-        stack.enter_context(_Reads(recorder))
-        stack.enter_context(operators)
+    operators = _Operators(recorder)
+    silent = patch.object(fake_tensor.log, "disabled", True)  # a trial may fail
+    with without_peers(), silent, patch.multiple(dist, **replaced), _Reads(recorder), operators:
         yield operators.fake
 
 
