@@ -30,8 +30,8 @@ from titanlike.core.pipeline.from_config import declared_microbatches, derive_mi
 from titanlike.core.pipeline.order import Order
 from titanlike.core.training.train_plan import TrainPlan, make_plan
 from titanlike.planning.costs.rank_memory import MemoryParts, MemorySample, RankMemory, StageLayout
-from titanlike.planning.costs.simulate import Simulation, simulate
-from titanlike.planning.known_hardware import axes, likely_hardware, link_of
+from titanlike.planning.costs.simulate import Simulation
+from titanlike.planning.known_hardware import likely_hardware
 from titanlike.planning.stage_times import (
     TRAFFIC,
     LayoutTimes,
@@ -41,9 +41,6 @@ from titanlike.planning.stage_times import (
     unit_times,
 )
 from titanlike.planning.uncertainty import SPREADS, Spread, kind_of
-
-# Small all-reduces per step (loss, gradient norm)
-_AGREEMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -188,16 +185,7 @@ def make_estimate(
         plan = make_plan(config, device_memory=lambda: hardware.usable, checked=checked)
     if times is None:
         times = layout_times(config, plan, hardware)
-    simulation = simulate(
-        plan.order, times.stages, runs_ahead=hardware.runs_ahead, agree=agreement(config, hardware)
-    )
-    return Estimate(config, hardware, plan, times, simulation)
-
-
-def agreement(config: Config, hardware: Hardware) -> float:
-    """Seconds of the all-reduces of loss and gradient norm."""
-    names = axes(config)
-    return 2 * _AGREEMENTS * sum(link_of(config, name, hardware).latency for name in names)
+    return Estimate(config, hardware, plan, times, times.simulate(plan.order))
 
 
 # --- costs of a model's units in any layout --------------------------------------------------------

@@ -31,16 +31,8 @@ from titanlike.core.metrics import units
 from titanlike.core.pipeline.from_config import build_order, defers_weight_gradients, stage_count
 from titanlike.core.pipeline.order import Order
 from titanlike.planning.costs.rank_memory import StageLayout
-from titanlike.planning.costs.simulate import Simulation, simulate
 from titanlike.planning.costs.unit_costs import CostError
-from titanlike.planning.estimate import (
-    CostTable,
-    Estimate,
-    agreement,
-    make_estimate,
-    microbatches_of,
-    rows_of,
-)
+from titanlike.planning.estimate import CostTable, Estimate, make_estimate, microbatches_of, rows_of
 from titanlike.planning.estimate_text import as_data, mesh_text, table
 from titanlike.planning.known_hardware import planned_hardware
 from titanlike.planning.layouts import SCHEDULES, candidates
@@ -286,26 +278,15 @@ class ScoredLayout:
     config: Config
     layout: StageLayout
     times: LayoutTimes
-    memory: list[int]  # peak bytes of each pipeline rank
+    most: int  # peak bytes of the fullest pipeline rank
     order: Order  # shortened to few microbatches
     transforms: Mapping[str, Transform]  # of the model with this tp
-
-    @property
-    def most(self) -> int:
-        return max(self.memory)
-
-    @property
-    def simulation(self) -> Simulation:
-        """Simulation of the shortened order. Not cached: there may be thousands."""
-        hardware = self.times.hardware
-        agree, ahead = agreement(self.config, hardware), hardware.runs_ahead
-        return simulate(self.order, self.times.stages, runs_ahead=ahead, agree=agree)
 
     @cached_property
     def seconds(self) -> float:
         """Step time: after the shortened order at the pace of the busiest rank."""
         rest = self.layout.microbatches / self.order.microbatches - 1
-        simulation = self.simulation
+        simulation = self.times.simulate(self.order)  # not cached: there may be thousands
         return simulation.step + rest * max(simulation.computes)
 
 
@@ -341,7 +322,7 @@ def score(
         peaks = memory.of_ranks(layout.recomputed)
     times = LayoutTimes(config, layout, hardware, table.times(config))
     transforms = table.plan.transforms
-    return ScoredLayout(overrides, config, layout, times, peaks, order, transforms)
+    return ScoredLayout(overrides, config, layout, times, max(peaks), order, transforms)
 
 
 # --- output -------------------------------------------------------------------------------------

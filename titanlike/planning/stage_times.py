@@ -29,6 +29,7 @@ from titanlike.core.config.schema import Config
 from titanlike.core.distributed import collectives
 from titanlike.core.distributed.sharding import StateBytes, compute_dtype
 from titanlike.core.optim.optimizer import hidden_matrices
+from titanlike.core.pipeline.order import Order
 from titanlike.core.training.train_plan import TrainPlan
 from titanlike.planning.costs.node_costs import (
     ATTENTION,
@@ -39,10 +40,11 @@ from titanlike.planning.costs.node_costs import (
     attention_share,
 )
 from titanlike.planning.costs.rank_memory import StageLayout
-from titanlike.planning.costs.simulate import Duration, StageTimes
+from titanlike.planning.costs.simulate import Duration, Simulation, StageTimes, simulate
 from titanlike.planning.costs.unit_costs import CostError
 from titanlike.planning.known_hardware import (
     Link,
+    axes,
     link_of,
     message_link,
     overlapped_seconds,
@@ -90,6 +92,7 @@ _TITLES = {  # fields of `Seconds`, as plans show them
     "kernels": "fixed time of kernels",
 }
 
+_AGREEMENTS = 2  # small all-reduces per step: loss, gradient norm
 _CLIP = 12  # bytes per parameter: the norm reads gradients, clipping reads and writes them
 
 # Bytes per parameter that numerics=exact reads and writes to pack gradients for an all-to-all and
@@ -362,6 +365,12 @@ class LayoutTimes:
             for names, recomputed in zip(layout.stages, layout.recomputed, strict=True)
         ]
         self.stages = [self._stage(stage) for stage in range(len(layout.stages))]
+
+    def simulate(self, order: Order) -> Simulation:
+        """Simulate a step in an order of these stages."""
+        links = (link_of(self.config, axis, self.hardware) for axis in axes(self.config))
+        agree = 2 * _AGREEMENTS * sum(link.latency for link in links)
+        return simulate(order, self.stages, runs_ahead=self.hardware.runs_ahead, agree=agree)
 
     def parts(self, stage: int) -> dict[str, float]:
         """Break down a stage's seconds per microbatch (forward and backward) into kinds of
