@@ -114,10 +114,8 @@ def plan(config: Config) -> Estimate:
     _needs_config(config)
     from titanlike.planning.estimate import make_estimate
     from titanlike.planning.estimate_text import ShownEstimate
-    from titanlike.planning.known_hardware import planned_hardware
 
-    named = config.hardware.name != "none"  # otherwise guess this machine's
-    estimate = make_estimate(config, planned_hardware(config) if named else None)
+    estimate = make_estimate(config)
     return ShownEstimate(**{f.name: getattr(estimate, f.name) for f in fields(estimate)})
 
 

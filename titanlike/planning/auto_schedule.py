@@ -35,7 +35,7 @@ from titanlike.core.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, lo
 from titanlike.planning.costs.auto_split import StageCosts, best_split, moved_units
 from titanlike.planning.costs.unit_costs import CostError
 from titanlike.planning.estimate import CostTable, microbatches_of, rows_of
-from titanlike.planning.known_hardware import likely_hardware, planned_hardware
+from titanlike.planning.known_hardware import likely_hardware
 from titanlike.planning.order_search import (
     OrderProblem,
     SearchResult,
@@ -135,8 +135,7 @@ class _Search:
         self.config, schedule = config, config.schedule
         assert isinstance(schedule, AutoSchedule)
         self.schedule = schedule
-        named = config.hardware.name != "none"
-        self.hardware = (planned_hardware if named else likely_hardware)(config)
+        self.hardware = likely_hardware(config)
         self.microbatches = microbatches_of(config)
         self.table = CostTable(config, self.hardware, rows_of(config, self.microbatches))
         self.recomputed = self.table.recomputed(config)

@@ -30,7 +30,6 @@ from titanlike.planning.costs.simulate import Duration, Simulation, StageTimes, 
 from titanlike.planning.costs.unit_costs import CostError
 from titanlike.planning.estimate import Estimate, make_estimate
 from titanlike.planning.estimate_text import table
-from titanlike.planning.known_hardware import likely_hardware
 from titanlike.watch import timeline_file
 from titanlike.watch.timeline_file import COMPUTED, RankStep, Timeline
 
@@ -154,7 +153,7 @@ def report_of(run: Path, consent: Consent = _NONE) -> TimelineReport:
             print(f"no plan: {error}", file=sys.stderr)
             return report
         if config.pp == len(report.timeline.order):  # else it is no config of this timeline
-            report.estimate = make_estimate(config, likely_hardware(config))
+            report.estimate = make_estimate(config)
     return report
 
 
