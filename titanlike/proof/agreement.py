@@ -78,15 +78,13 @@ class _Replay:
         self._classes = classes
         self._steps: dict[tuple[int, str], list[list[Call]]] = defaultdict(list)
         for program in programs:
-            batch: tuple[str, int] | None = None
             self._steps[program.rank, ""]
             for call in program.calls:
                 steps = self._steps[program.rank, call.queue]
-                if call.batch >= 0 and batch == (call.queue, call.batch):
+                if steps and call.batch == steps[-1][-1].batch >= 0:
                     steps[-1].append(call)
                 else:
                     steps.append([call])
-                batch = (call.queue, call.batch)
         self._at = dict.fromkeys(self._steps, 0)
         self._open = dict.fromkeys(self._steps, 0)  # calls of the step that have not ended
         # (group, ends or members) -> rank -> its calls that wait there, in order
