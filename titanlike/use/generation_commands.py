@@ -107,7 +107,6 @@ def _generate(arguments: argparse.Namespace) -> int:
     if not arguments.prompt and not arguments.chat:
         raise ValueError("there is no prompt; write --prompt TEXT, or --chat")
     keys: dict[str, Any] = {field.name: field.default for field in fields(Sampling)}
-    sample_keys = [key for key in keys if key != "seed"]
     sampling, problems = Sampling(), []
     for word in arguments.settings:
         if received.is_place(word):
@@ -122,7 +121,7 @@ def _generate(arguments: argparse.Namespace) -> int:
             sampling = replace(sampling, **{key: type(keys[key])(value)})
         except ValueError:
             problems.append(f"{word}: must be a number; write {key}={keys[key]}")
-    drawn = {key: value for key, value in asdict(sampling).items() if key in sample_keys}
+    drawn = {key: value for key, value in asdict(sampling).items() if key != "seed"}
     if problems := [*problems, *(str(p) for p in value_problems(Sample(**drawn)))]:
         raise ValueError("; ".join(problems))
     loaded = _load(arguments)
