@@ -126,10 +126,13 @@ def _read(words: list[str], mode: str, problems: list[Problem]) -> _Asked | None
     """Read the words of a plan on one device; adds to the problems what is wrong with them."""
     terms: Any = None
     if mode:
-        from titanlike.planning.budget import Budget
         from titanlike.planning.whole_run import RunTerms
 
-        kind = Budget if mode == "search" else RunTerms
+        kind = RunTerms
+        if mode == "search":
+            from titanlike.planning.budget import Budget
+
+            kind = Budget
         own = [word for word in words if word.partition("=")[0] in kind.__dataclass_fields__]
         words = [word for word in words if word not in own]
         given = dict[str, Any]()
