@@ -32,7 +32,8 @@ def build_optimizers(
     placements: Mapping[str, Placement] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """Build the optimizers of a model's parameters on this rank. Collective over `group`.
+    """Build the optimizers of a model's parameters on this rank: one for each kind that updates
+    some, or the custom one. Collective over `group`.
 
     The choice of each parameter's optimizer does not depend on the layout. Vectors (see
     `matrices_of`) have no weight decay. A group's `initial_lr` is its peak.
@@ -40,44 +41,37 @@ def build_optimizers(
     model: the full model, may be on meta; placements: of tensor-parallel parameters; group: the
     ranks that share parameters, None = FSDP's.
     """
-    optimizers = _build_by_kind(parameters, model, config, placements, group)
-    if config.ema.decay is not None:
-        from titanlike.techniques.ema import keep_average
-
-        for optimizer in optimizers:
-            keep_average(optimizer, config.ema.decay)
-    return optimizers
-
-
-def _build_by_kind(
-    parameters: Mapping[str, nn.Parameter],
-    model: nn.Module,
-    config: Config,
-    placements: Mapping[str, Placement] | None,
-    group: dist.ProcessGroup | None,
-) -> list[torch.optim.Optimizer]:
-    """One optimizer for each kind that updates parameters here, or the custom one."""
     choice, matrix_names = config.optimizer, matrices_of(model)
     matrices = {name: p for name, p in parameters.items() if name in matrix_names}
     vectors = {name: p for name, p in parameters.items() if name not in matrix_names}
     if isinstance(choice, CustomOptimizer):
         from titanlike.core.optim.custom import custom_optimizer
 
-        return [custom_optimizer(choice, [*matrices.values()], [*vectors.values()], config.exact)]
-    groups = _param_groups(matrices | vectors, model, choice)
-    if not groups:  # a stage without parameters
-        groups = {choice.other_kind or choice.name: [{"params": []}]}
-    placed = (placements or {}).items()
-    context = fused.OptimizerContext(
-        parts={parameters[n]: placement.part for n, placement in placed if n in parameters},
-        group=group,
-        dtype=compute_dtype(config.precision),  # bf16 only if gradients are bf16 as well
-        exact=config.exact,
-    )
-    kinds = {kind: choice.of_kind(kind) for kind in groups}
-    # optimizers that communicate come first
-    ordered = sorted(kinds.items(), key=lambda item: not item[1].whole_matrices)
-    return [import_object(of.implementation)(groups[kind], of, context) for kind, of in ordered]
+        both = [*matrices.values()], [*vectors.values()]
+        optimizers = [custom_optimizer(choice, *both, config.exact)]
+    else:
+        groups = _param_groups(matrices | vectors, model, choice)
+        if not groups:  # a stage without parameters
+            groups = {choice.other_kind or choice.name: [{"params": []}]}
+        placed = (placements or {}).items()
+        context = fused.OptimizerContext(
+            parts={parameters[n]: placement.part for n, placement in placed if n in parameters},
+            group=group,
+            dtype=compute_dtype(config.precision),  # bf16 only if gradients are bf16 as well
+            exact=config.exact,
+        )
+        kinds = {kind: choice.of_kind(kind) for kind in groups}
+        # optimizers that communicate come first
+        ordered = sorted(kinds.items(), key=lambda item: not item[1].whole_matrices)
+        optimizers = [
+            import_object(of.implementation)(groups[kind], of, context) for kind, of in ordered
+        ]
+    if config.ema.decay is not None:
+        from titanlike.techniques.ema import keep_average
+
+        for optimizer in optimizers:
+            keep_average(optimizer, config.ema.decay)
+    return optimizers
 
 
 def _param_groups(
