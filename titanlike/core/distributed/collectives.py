@@ -60,15 +60,7 @@ def autograd_collective(
 
 def largest(x: Tensor, ranks: GroupInfo | None) -> Tensor:
     """The largest of all ranks' elements, one by one; without gradient. None = this rank's."""
-    if ranks is None or ranks.size == 1:
-        return x
-    if ranks.group is None or x.is_meta:
-        return _shape_alone("all_reduce", x, ranks, 0)
-    if torch.compiler.is_compiling():
-        return traced_collective("largest", x, 0, ranks.group)
-    result = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, dist.ReduceOp.MAX, group=ranks.group)
-    return result
+    return x if ranks is None or ranks.size == 1 else _run("largest", x, ranks, 0)
 
 
 # newer versions of torch (2.13) have other names for them
@@ -102,9 +94,10 @@ def _run(operation: Operation, x: Tensor, ranks: GroupInfo, dim: int) -> Tensor:
         return _shape_alone(operation, x, ranks, dim)
     if torch.compiler.is_compiling():
         return traced_collective(operation, x, dim, ranks.group)
-    if operation == "all_reduce":
+    if operation in ("all_reduce", "largest"):
         result = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(result, group=ranks.group)
+        reduction = dist.ReduceOp.SUM if operation == "all_reduce" else dist.ReduceOp.MAX
+        dist.all_reduce(result, reduction, group=ranks.group)
         return result
     assert operation == "all_to_all", operation
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -148,7 +141,7 @@ def _shape_alone(
     shape = list(x.shape)
     # a rank has its own part already; an all-reduce is a reduce-scatter and an all-gather
     whole = x.nbytes * (ranks.size if operation == "all_gather" else 1)
-    messages = 2 if operation == "all_reduce" else 1
+    messages = 2 if operation in ("all_reduce", "largest") else 1
     ranks.count(messages * whole * (ranks.size - 1) // ranks.size, messages, beside)
     if operation == "all_gather":
         shape[dim] *= ranks.size
