@@ -154,13 +154,12 @@ def _fill(parameters: list[Any], reached: set[nn.Parameter]) -> None:
     for parameter in missing:
         if hasattr(type(parameter), "unsharded_zero_grad_data"):  # 2.15: always in .grad
             parameter._unsharded_param.grad = parameter.unsharded_zero_grad_data
-        elif accumulated is None:
-            like = parameter._unsharded_param  # in float8 a tensor subclass of torchao
-            zeros = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-            parameter._unsharded_param.grad = zeros
+            continue
+        like = parameter._unsharded_param  # in float8 a tensor subclass of torchao
+        zeros = torch.zeros(like.shape, dtype=accumulated or like.dtype, device=like.device)
+        if accumulated is None:
+            like.grad = zeros
         else:
-            like = parameter._unsharded_param
-            zeros = torch.zeros(like.shape, dtype=accumulated, device=like.device)
             parameter.unsharded_accumulated_grad = zeros
 
 
