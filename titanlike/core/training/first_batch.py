@@ -153,19 +153,19 @@ def _change_by_companions(run: Run, config: Config, first: list[Batch]) -> str |
         eager = torch.compiler.set_stance("force_eager") if run.compiled else nullcontext()
         with eager, unchanged(run, config.seed), _mode(run, training):
             baseline = rows.losses(0)
-            change = rows.change(baseline, rows.losses(1), rows.losses(2))
+            change = rows.change(baseline, 1, 2)
             by_size = rows.change_in_halves(baseline)
             exact = not config.precision.low and config.matmul_precision == "highest"
             depends_on_size = by_size > (MOST_BY_SIZE if exact else MOST_BY_SIZE_IN_BF16)
             # NaN is not reported here, but by the first step
             if not (change > NO_CHANGE or depends_on_size):
                 return None
-            if rows.change(baseline, rows.losses(0)) > NO_CHANGE:
+            if rows.change(baseline, 0) > NO_CHANGE:
                 continue  # it draws random numbers
             if depends_on_size:
                 half = "in a microbatch of half as many samples the losses of a sample"
                 return f"{half} change by {by_size:.0e} of their size"
-            rounding = rows.change(baseline, rows.losses(3))
+            rounding = rows.change(baseline, 3)
             rounding_limit = MOST_ROUNDING_IN_BF16 if config.precision.low else MOST_ROUNDING
             if rounding > rounding_limit or change > ROUNDING * rounding:
                 neighbours = "beside other samples in its microbatch the losses of a sample"
@@ -209,14 +209,12 @@ class _Rows:
         assert runtime is not None
         return cls(run, runtime, batch, places, by_row)
 
-    def losses(self, arrangement: int) -> tuple[int, Tensor]:
-        """(arrangement, fp64 losses of each sample or the sum of each microbatch), on the last
-        stage's rank; elsewhere an empty tensor."""
-        places = self.places[arrangement]
-        batch = {name: value[places.to(value.device)] for name, value in self.batch.items()}
-        return arrangement, self._evaluate(self.runtime, batch)
+    def losses(self, arrangement: int) -> Tensor:
+        """fp64 losses of each sample or the sum of each microbatch, on the last stage's rank;
+        elsewhere an empty tensor."""
+        return self._evaluate(self.runtime, self.places[arrangement])
 
-    def change_in_halves(self, plain: tuple[int, Tensor]) -> float:
+    def change_in_halves(self, plain: Tensor) -> float:
         """Difference from the first arrangement when each half of a microbatch is one microbatch; 0
         if there are no halves, or the forward rejects them."""
         size = len(self.places[0]) // self.runtime.order.microbatches
@@ -227,21 +225,15 @@ class _Rows:
             return 0.0
         assert runtime is not None
         places = self.places[0].view(-1, 2, size // 2)
-        halves = []
-        for half in (0, 1):
-            half_places = places[:, half].flatten()
-            batch = {
-                name: value[half_places.to(value.device)] for name, value in self.batch.items()
-            }
-            halves.append(self._evaluate(runtime, batch).cpu())
-        right = plain[1].cpu()
-        if len(right) == len(self.places[0]):
-            losses = torch.stack([half.view(-1, size // 2, right.shape[1]) for half in halves], 1)
-            return self._over_all_ranks([(losses.view_as(right), right)])
-        return self._over_all_ranks([(halves[0] + halves[1], right)])
+        halves = [self._evaluate(runtime, places[:, half].flatten()) for half in (0, 1)]
+        if len(plain) == len(self.places[0]):
+            losses = torch.stack([half.view(-1, size // 2, plain.shape[1]) for half in halves], 1)
+            return self._over_all_ranks([(losses.view_as(plain), plain)])
+        return self._over_all_ranks([(halves[0] + halves[1], plain)])
 
-    def _evaluate(self, runtime: Runtime, batch: Batch) -> Tensor:
-        """Losses of each sample, or the sum of each microbatch, on the last stage's rank."""
+    def _evaluate(self, runtime: Runtime, places: Tensor) -> Tensor:
+        """Evaluate the samples at these places, see `losses`."""
+        batch = {name: value[places.to(value.device)] for name, value in self.batch.items()}
         losses = self.run.pipeline.evaluate_each(batch, runtime)
         count = len(batch["targets"]) // runtime.order.microbatches
         # a chunked loss is already a sum
@@ -250,19 +242,17 @@ class _Rows:
             part.double().reshape(count, -1) if by_row else part.double().sum().view(1, 1)
             for part in losses
         ]
-        return torch.cat(parts) if parts else torch.zeros(0, 1)
+        return torch.cat(parts).cpu() if parts else torch.zeros(0, 1)
 
-    def change(self, plain: tuple[int, Tensor], *others: tuple[int, Tensor]) -> float:
+    def change(self, plain: Tensor, *arrangements: int) -> float:
         """Difference of other arrangements from the first, over all ranks."""
-        right = plain[1].cpu()
-        if len(right) == len(self.places[0]):
-            pairs = [
-                (losses.cpu(), right[self.places[arrangement]]) for arrangement, losses in others
-            ]
-        else:  # only a microbatch's sum is known: the halves, each twice, sum to twice the full one
-            total: Any = sum(losses.cpu() for _, losses in others)
-            pairs = [(total, len(others) * right)]
-        return self._over_all_ranks(pairs)
+        others = [self.losses(arrangement) for arrangement in arrangements]
+        if len(plain) == len(self.places[0]):
+            expected = [plain[self.places[arrangement]] for arrangement in arrangements]
+            return self._over_all_ranks([*zip(others, expected, strict=True)])
+        # only a microbatch's sum is known: the halves, each twice, sum to twice the full one
+        total: Any = sum(others)
+        return self._over_all_ranks([(total, len(others) * plain)])
 
     def _over_all_ranks(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
         """Relative root mean square difference of the losses in pairs, over all ranks."""
