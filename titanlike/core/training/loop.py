@@ -22,6 +22,7 @@ from titanlike.core.data.loader import batches
 from titanlike.core.data.sources import Batch, Stream
 from titanlike.core.distributed.async_reads import PendingScalars
 from titanlike.core.distributed.mesh import close_mesh
+from titanlike.core.launch.process_end import no_garbage_collection
 from titanlike.core.launch.rendezvous import DATA_TIMEOUT, barrier
 from titanlike.core.launch.watchdog import Watchdog
 from titanlike.core.launch.worker import Worker
@@ -422,13 +423,10 @@ def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
         if step % steps == 0:
             gc.collect()
 
-    enabled = gc.isenabled()
-    gc.disable()
-    gc.collect()  # garbage must not be frozen: it would never be freed
-    gc.freeze()
-    try:
-        yield collect
-    finally:
-        gc.unfreeze()
-        if enabled:
-            gc.enable()
+    with no_garbage_collection():
+        gc.collect()  # garbage must not be frozen: it would never be freed
+        gc.freeze()
+        try:
+            yield collect
+        finally:
+            gc.unfreeze()
