@@ -204,8 +204,6 @@ def _construct(model: Custom, family: Callable[..., Any], device: str) -> nn.Mod
         raise ConfigError(
             [replace(p, key=f"model.{p.key}") if p.key in keys else p for p in problems]
         ) from None
-    except ConfigError:
-        raise
     except Exception as error:  # of any kind
         reason = f"building it raised {type(error).__name__}: {error}"
         raise ConfigError([Problem("model", model.name, reason, "other sizes")]) from error
