@@ -11,8 +11,8 @@ import pytest
 from support.paths import ROOT
 from support.sweep_folders import a_sweep, config, done, log, rows, steps
 from titanlike.core.metrics.run_files import Events
-from titanlike.core.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
-from titanlike.run.sweep import add_job, best_job, read_jobs
+from titanlike.core.metrics.summary import Summary, is_maximized, objective_value, summarize
+from titanlike.run.sweep import OBJECTIVES, add_job, best_job, read_jobs
 
 
 def test_a_job_that_was_not_started_waits_and_one_with_a_result_has_ended(tmp_path):
@@ -76,12 +76,12 @@ def test_the_best_job_is_the_one_that_the_objective_says(tmp_path, value):
     """The most tokens a second, or the least of a loss. A loss that is nan, or of a job that did
     not complete, is never the best."""
     a_sweep(tmp_path, *([f"seed={i}"] for i in range(4)))
-    for number, size in enumerate((math.nan, 2.0, 3.0, 1.0 if not OBJECTIVES[value] else 9.0)):
+    for number, size in enumerate((math.nan, 2.0, 3.0, 1.0 if not is_maximized(value) else 9.0)):
         names = [name for name in OBJECTIVES if name != "memory_bytes" or math.isfinite(size)]
         log(tmp_path / str(number), [{"step": 1, **{name: size for name in names}}])
         status, error = ("completed", None) if number < 3 else ("failed", "no")
         done(tmp_path / str(number), status, error, value=size)
-    assert best_job(rows(tmp_path, value), value).number == (2 if OBJECTIVES[value] else 1)
+    assert best_job(rows(tmp_path, value), value).number == (2 if is_maximized(value) else 1)
 
 
 def test_processes_add_jobs_at_once_and_none_is_lost(tmp_path):

@@ -24,12 +24,12 @@ from titanlike.core.config.credentials import redact_override
 from titanlike.core.config.errors import Problem, printable, quoted
 from titanlike.core.config.overrides import from_hydra, key_of
 from titanlike.core.config.program import program
-from titanlike.core.config.schema import Config
+from titanlike.core.config.schema import OBJECTIVES, Config
 from titanlike.core.launch.run_dir_lock import claim, is_locked
 from titanlike.core.metrics import units
 from titanlike.core.metrics.console import LOG_WIDTH, shorten, table_lines
 from titanlike.core.metrics.run_files import append_line, ended_by_max_time, read_result
-from titanlike.core.metrics.summary import OBJECTIVES, Summary, is_maximized, summarize
+from titanlike.core.metrics.summary import Summary, is_maximized, summarize
 from titanlike.run.job import SWEEP_FILE, JobRunner
 
 _LOCK = f".{SWEEP_FILE}.run.lock"

@@ -12,18 +12,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from titanlike.core.config import files
+from titanlike.core.config.schema import OBJECTIVES
 
-# objective of a sweep -> whether it is maximized
-OBJECTIVES: dict[str, bool] = {
-    "val_loss": False,
-    "loss": False,
-    "tokens_per_second": True,
-    "samples_per_second": True,
-    "step_seconds": False,
-    "mfu": True,
-    "memory_bytes": False,
-}
-
+_MAXIMIZED = ("tokens_per_second", "samples_per_second", "mfu")  # of OBJECTIVES of a sweep
 STEPS = 500  # limit of records in a median: a table of 1,000 runs then takes seconds
 _BLOCK = 1 << 17  # bytes; about 500 records
 
@@ -96,7 +87,8 @@ def objective_value(name: str, run_dir: Path) -> float | None:
 
 def is_maximized(name: str) -> bool:
     """Whether an objective is maximized: custom metrics are, unless a minus precedes the name."""
-    return OBJECTIVES.get(name, not name.startswith(("-", "val_loss")))
+    own = name not in OBJECTIVES and not name.startswith(("-", "val_loss"))
+    return own or name in _MAXIMIZED
 
 
 def _last(lines: Iterator[bytes], key: str) -> float | None:
