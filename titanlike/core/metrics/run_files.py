@@ -284,15 +284,14 @@ def write_result(
     value: the objective; seconds: wall time; verification: the result of comparing the layout with
     one process, "" if not asked for; goodput: see `core/metrics/goodput.py`.
     """
-    shown = [redact_override(text) for text in overrides]
     result: dict[str, Any] = {
         "status": status,
         "value": value,
         "error": error and printable(redact(error)),
+        "seconds": seconds,
+        "overrides": [redact_override(text) for text in overrides],
     }
-    result |= {"seconds": seconds, "overrides": shown} | (
-        {"verification": verification} if verification else {}
-    )
+    result |= {"verification": verification} if verification else {}
     result |= {"goodput": goodput} if goodput else {}
     files.atomic_write_text(Path(run_dir) / "result.json", files.dumps(result) + "\n")
 
