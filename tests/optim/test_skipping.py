@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from support.bad_numbers import sample_of
 from support.cells import cells
@@ -22,6 +21,7 @@ from titanlike.core.config.optimizers.adamw import AdamW
 from titanlike.core.config.optimizers.muon import Muon
 from titanlike.core.config.optimizers.sgd import Sgd
 from titanlike.core.config.schema import Config
+from titanlike.core.distributed.placement import optimizer_state
 from titanlike.core.launch.worker import Worker
 from titanlike.core.torch_private.dtensor import local
 from titanlike.core.training.anomalies import AnomalyDetector
@@ -29,13 +29,13 @@ from titanlike.core.training.anomalies import AnomalyDetector
 BAD = (1, 3)  # steps: also the first, in which state begins
 
 
-def bits(job: Opened) -> dict[str, Tensor]:
+def bits(job: Opened) -> dict[str, torch.Tensor]:
     """Everything that a step changes, as bytes. A state of zeros is as good as none."""
     found = {}
     for state in job.run.stage_states:
         for name, parameter in state.parameters():
-            kept = state.optimizer_state(parameter)
-            for key, value in {"": parameter, **kept}.items():
+            kept = {"": parameter, **optimizer_state(state.optimizers, parameter)}
+            for key, value in kept.items():
                 value = torch.atleast_1d(local(value.detach())).contiguous()
                 if key == "" or value.any():
                     found[f"{name} {key}"] = value.view(torch.uint8).clone()

@@ -15,7 +15,7 @@ from titanlike.core.checkpoint.checkpointer import Checkpointer
 from titanlike.core.config.schema import Config
 from titanlike.core.data.registry import open_data
 from titanlike.core.distributed.mesh import open_mesh
-from titanlike.core.distributed.placement import Part
+from titanlike.core.distributed.placement import Part, optimizer_state
 from titanlike.core.launch.worker import Worker
 from titanlike.core.metrics.run_files import Events
 from titanlike.core.training.build import Run, build
@@ -52,7 +52,7 @@ def tensors(run: Run) -> list[tuple[str, torch.Tensor, Part | None]]:
     for stage in run.stage_states:
         for name, parameter in stage.parameters():
             found.append((name, parameter.data, stage.part(name)))
-            for key, value in stage.optimizer_state(parameter).items():
+            for key, value in optimizer_state(stage.optimizers, parameter).items():
                 part = stage.part(name) if value.dim() else None
                 found.append((f"{name}.{key}", value, part))
     return found

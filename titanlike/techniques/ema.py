@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlike.core.distributed.placement import StageState
+from titanlike.core.distributed.placement import StageState, optimizer_state
 from titanlike.core.optim.fused import SkippingOptimizer, around_step
 from titanlike.core.torch_private.dtensor import local
 from titanlike.core.torch_private.tensors import lerp
@@ -55,7 +55,7 @@ def averaged(states: Iterable[StageState]) -> Iterator[None]:
     pairs: list[tuple[Tensor, Tensor]] = []
     for state in states:
         for _, parameter in state.parameters():
-            if (ema := state.optimizer_state(parameter).get(KEY)) is not None:
+            if (ema := optimizer_state(state.optimizers, parameter).get(KEY)) is not None:
                 pairs.append((local(parameter.detach()), local(ema)))
     _swap(pairs)
     try:

@@ -243,10 +243,6 @@ class StageState:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The optimizer state of a parameter; {} before its first update."""
-        return optimizer_state(self.optimizers, parameter)
-
     def owns(self, name: str) -> bool:
         """Whether this stage counts a parameter or buffer, by its name in the full model, in the
         gradient norm and in checkpoints. Only one stage counts a tied parameter."""
