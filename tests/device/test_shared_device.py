@@ -184,8 +184,8 @@ def test_no_speed_or_straggler_is_reported_on_a_shared_gpu(
         bench(shared(2, device="auto"), worker)
     mesh = mock.Mock(device=GPU, pp=1, world_size=2, stage_ranks=lambda _: [0, 1])
     run = mock.Mock(mesh=mesh, transforms={}, plan=mock.Mock(flops_per_token=1.0))
-    pending = mock.Mock(step=1, more={})
-    pending.gradients.timer.seconds.return_value = 1.0
+    pending = mock.Mock(step=1, more={}, end=1.0)
+    pending.gradients.begin = 0.0
     monkeypatch.setattr("titanlike.core.training.step.peak_flops", lambda *_: 1e12)
     for ranks, alone in ((1, True), (2, False)):
         config = shared(ranks)

@@ -18,8 +18,8 @@ from titanlike.core.config.groups.jobs import Checkpoint, Launch, Validation
 from titanlike.core.config.groups.pipeline import Schedule
 from titanlike.core.config.schema import Config
 from titanlike.core.distributed import async_reads
-from titanlike.core.distributed.async_reads import Timer
 from titanlike.core.launch.worker import Worker
+from titanlike.core.training import step
 from titanlike.core.training.loop import train
 from titanlike.watch import stragglers
 from titanlike.watch.stragglers import BusyTime, Stragglers, slow_ranks
@@ -35,7 +35,7 @@ def train_in_steps_of_a_second(config: Config, worker: Worker, waited: list[floa
     """Each rank waits so many seconds of each; three steps in a row are many."""
     with (
         mock.patch.object(stragglers, "_STEPS", 3),
-        mock.patch.object(Timer, "seconds", lambda self: 1.0),
+        mock.patch.object(step, "seconds_between", lambda begin, end: 1.0),
         mock.patch.object(BusyTime, "waited", lambda self: waited[worker.rank]),
     ):
         train(config, worker)

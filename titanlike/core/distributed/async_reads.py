@@ -124,24 +124,6 @@ def seconds_between(begin: Any, end: Any) -> float:
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
 
 
-class Timer:
-    """Measures the seconds between two points of this rank's work, on a GPU by events."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Mark the first point: now, or on a device after everything launched so far."""
-        self._device = device
-        self._begin = mark(device)
-
-    def stop(self) -> None:
-        """Mark the second point."""
-        self._end = mark(self._device)
-
-    def seconds(self) -> float:
-        """The elapsed seconds. Call it after `stop`, and once the device has reached that point,
-        e.g. because values sent later have arrived."""
-        return seconds_between(self._begin, self._end)
-
-
 def device_queue(device: torch.device) -> DeviceQueue | None:
     """The queue of an accelerator's current stream; None for the CPU, which has none."""
     if device.type == "cpu":

@@ -27,7 +27,7 @@ from titanlike.core.data.sources import Batch, Data, Source, no_targets
 from titanlike.core.device.accelerator import peak_flops
 from titanlike.core.device.choose import ranks_of
 from titanlike.core.device.memory import peak_memory
-from titanlike.core.distributed.async_reads import PendingScalars, Timer
+from titanlike.core.distributed.async_reads import PendingScalars, mark, seconds_between
 from titanlike.core.launch.worker import Worker
 from titanlike.core.optim.fused import step_unless
 from titanlike.core.optim.optimizer import (
@@ -53,7 +53,7 @@ class Gradients:
     loss: Tensor
     norm: Tensor  # global gradient norm
     norms: Tensor  # norm of this rank's shard of each gradient, in the order of `Run.owned`
-    timer: Timer  # since the step began
+    begin: Any  # `mark` before the step
     count: Tensor  # number of loss terms (valid tokens) in the global batch
     measured: dict[str, Tensor]  # by the names of `MEASURED`
     data_seconds: float  # until the batch was there
@@ -65,6 +65,7 @@ class PendingStep:
 
     gradients: Gradients
     sent: PendingScalars
+    end: Any  # `mark` after the update
     lr: float
     time: float  # seconds since the epoch
     more: dict[str, Any] = field(default_factory=dict)  # further entries of its record
@@ -85,10 +86,9 @@ class StepResult(NamedTuple):
 
 def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch]) -> Gradients:
     """Run forward and backward on this dp rank's next batch, which is on the device already."""
-    timer = Timer(run.mesh.device)
-    begin = time.perf_counter()
+    begin, asked = mark(run.mesh.device), time.perf_counter()
     batch = next(stream)
-    data_seconds = time.perf_counter() - begin
+    data_seconds = time.perf_counter() - asked
     run.phases.begin("forward and backward")
     for transform in run.transforms.values():
         transform.begin_step(step)
@@ -115,7 +115,7 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     run.phases.begin("numbers of the step before")
     if sums is None:
         norm = (total[0] / config.replicate).sqrt()  # replicas of a shard count once
-    return Gradients(step, loss, norm, norms, timer, count, measured, data_seconds)
+    return Gradients(step, loss, norm, norms, begin, count, measured, data_seconds)
 
 
 def update(
@@ -137,7 +137,7 @@ def update(
     lr = optimizer_step(run, config, step, norm, bad)
     drop_gradients(run)
     run.phases.begin("measure")
-    gradients.timer.stop()  # the update's kernels belong to this step
+    end = mark(run.mesh.device)  # the update's kernels belong to this step
     stop_code = worker.stop_request.code(config.max_time)
     graphs = run.compiled.new_graphs() if run.compiled else 0
     peak = peak_memory(run.mesh.device)
@@ -154,7 +154,7 @@ def update(
         host["waited"] = waited = [0.0] * run.mesh.world_size
         waited[worker.rank] = waiting
     sent = run.async_scalars.send(numbers, host)
-    return PendingStep(gradients, sent, lr, time.time())
+    return PendingStep(gradients, sent, end, lr, time.time())
 
 
 def finish_step(
@@ -184,7 +184,7 @@ def step_record(
     run: Run, config: Config, pending: PendingStep, numbers: dict[str, Any]
 ) -> dict[str, Any]:
     """Make a record for metrics.jsonl from the metrics that `update` has sent."""
-    step, seconds = pending.step, pending.gradients.timer.seconds()
+    step, seconds = pending.step, seconds_between(pending.gradients.begin, pending.end)
     size, length = config.batch_shape(step)
     unit, each = run.plan.unit, 1 if run.plan.unit == "tokens" else length
     speed = size * length / seconds  # in tokens
