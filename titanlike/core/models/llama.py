@@ -1,4 +1,5 @@
-"""Llama: RMSNorm, rotary embedding, grouped-query attention, SwiGLU (arXiv 2302.13971, 2407.21783).
+"""Llama: RMSNorm (arXiv 1910.07467), rotary embedding, grouped-query attention, SwiGLU (arXiv
+2302.13971, 2407.21783).
 
 Parameters and sizes have the names of transformers' LlamaForCausalLM.
 
@@ -22,18 +23,6 @@ from titanlike.core.models.rope_scaling import RopeScaling, scaling_of
 
 if TYPE_CHECKING:
     from titanlike.core.models.cache import KeyValueCache
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (arXiv 1910.07467)."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., D] -> [..., D]
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def rotary_table(
@@ -123,8 +112,8 @@ class Attention(nn.Module):
         self.window, self.sinks = window, Sinks(heads) if sinks else None
         self.normed = qk_norm_eps is not None
         if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(self.head_dim, qk_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, qk_norm_eps)
+            self.q_norm = nn.RMSNorm(self.head_dim, qk_norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, qk_norm_eps)
 
     def forward(
         self, x: Tensor, table: Tensor, mask: Mask, cache: KeyValueCache | None = None
@@ -194,9 +183,9 @@ class Block(nn.Module):
 
     def __init__(self, hidden_size: int, attention: nn.Module, mlp: nn.Module, norm_eps: float):
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden_size, norm_eps)
+        self.input_layernorm = nn.RMSNorm(hidden_size, norm_eps)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(hidden_size, norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden_size, norm_eps)
         self.mlp = mlp
 
     def forward(
@@ -216,7 +205,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
         self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(hidden_size, norm_eps)
+        self.norm = nn.RMSNorm(hidden_size, norm_eps)
 
     def forward(
         self, ids: Tensor, table: Tensor, mask: Any, cache: KeyValueCache | None = None
@@ -234,10 +223,10 @@ class NextTokenBlock(nn.Module):
 
     def __init__(self, hidden_size: int, block: Block, norm_eps: float):
         super().__init__()
-        self.hnorm, self.enorm = (RMSNorm(hidden_size, norm_eps) for _ in range(2))
+        self.hnorm, self.enorm = (nn.RMSNorm(hidden_size, norm_eps) for _ in range(2))
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.block = block
-        self.norm = RMSNorm(hidden_size, norm_eps)
+        self.norm = nn.RMSNorm(hidden_size, norm_eps)
 
     def forward(self, x: Tensor, later: Tensor, table: Tensor, mask: Any) -> Tensor:
         x = self.eh_proj(torch.cat([self.enorm(later), self.hnorm(x)], -1))

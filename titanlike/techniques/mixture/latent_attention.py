@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titanlike.core.models.attention import attention
 from titanlike.core.models.documents import Mask
-from titanlike.core.models.llama import RMSNorm, rotate
+from titanlike.core.models.llama import rotate
 from titanlike.core.models.rope_scaling import RopeScaling
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ class LatentAttention(nn.Module):
             self.q_proj = nn.Linear(hidden_size, self.widths[0], bias=False)
         else:
             self.q_a_proj = nn.Linear(hidden_size, sizes.q_lora_rank, bias=False)
-            self.q_a_layernorm = RMSNorm(sizes.q_lora_rank, _EPS)
+            self.q_a_layernorm = nn.RMSNorm(sizes.q_lora_rank, _EPS)
             self.q_b_proj = nn.Linear(sizes.q_lora_rank, self.widths[0], bias=False)
         latent, rotated = sizes.kv_lora_rank, sizes.qk_rope_head_dim
         self.kv_a_proj_with_mqa = nn.Linear(hidden_size, latent + rotated, bias=False)
-        self.kv_a_layernorm = RMSNorm(latent, _EPS)
+        self.kv_a_layernorm = nn.RMSNorm(latent, _EPS)
         self.shared_k_rope = nn.Identity()  # shared by the heads: tensor parallelism gathers it
         head_features = sizes.qk_nope_head_dim + sizes.v_head_dim
         self.kv_b_proj = nn.Linear(latent, heads * head_features, bias=False)
