@@ -66,7 +66,7 @@ def cut(
     on different ranks. relayed: skip connections too go only from each stage to the next.
     """
     position = {node: index for index, node in enumerate(recording.nodes)}
-    recomputable = _recomputable(recording)
+    recomputable = recording.recomputable
     output = [leaf for leaf in tree_flatten(recording.output)[0] if isinstance(leaf, Node)]
     offsets = start_offsets(recording, stages) if offsets is None else offsets
     starts = [0]
@@ -184,9 +184,8 @@ def start_offsets(recording: Recording, stages: Sequence[Sequence[str]]) -> list
     Computed once for a model: with other shapes another cut may be cheaper, and the weights that
     those nodes use would move to another stage.
     """
-    recomputable = _recomputable(recording)
     firsts = _first_calls(recording, stages)
-    return [first - _cheapest_cut(recording, first, recomputable) for first in firsts]
+    return [first - _cheapest_cut(recording, first) for first in firsts]
 
 
 def _first_calls(recording: Recording, stages: Sequence[Sequence[str]]) -> list[int]:
@@ -201,12 +200,11 @@ def _first_calls(recording: Recording, stages: Sequence[Sequence[str]]) -> list[
 
 def unit_starts(recording: Recording) -> list[int]:
     """For each unit: the index in `nodes` where a stage begins if this is its first unit."""
-    recomputable = _recomputable(recording)
     _, *later_units = recording.starts.values()
-    return [0, *(_cheapest_cut(recording, position, recomputable) for position in later_units)]
+    return [0, *(_cheapest_cut(recording, position) for position in later_units)]
 
 
-def _cheapest_cut(recording: Recording, first_call: int, recomputable: set[Node]) -> int:
+def _cheapest_cut(recording: Recording, first_call: int) -> int:
     """The index between the unit called at `first_call` and the unit before it where the fewest
     bytes flow.
 
@@ -214,7 +212,7 @@ def _cheapest_cut(recording: Recording, first_call: int, recomputable: set[Node]
     """
     if recording.traced is not None:  # split=trace: exactly where the user says
         return first_call
-    nodes = recording.nodes
+    nodes, recomputable = recording.nodes, recording.recomputable
     places = [first_call] if first_call < len(nodes) else []
     while places and places[-1] > 0 and nodes[places[-1] - 1].kind != "unit":
         places.append(places[-1] - 1)
@@ -234,16 +232,6 @@ def _cheapest_cut(recording: Recording, first_call: int, recomputable: set[Node]
                 crossing.update(use for use in inputs if use not in recomputable)
         cost[place] = sum(map(_bytes, crossing))  # never between a tuple and its parts
     return min(places, key=lambda place: (cost[place], -place))
-
-
-def _recomputable(recording: Recording) -> set[Node]:
-    """Nodes that are never sent: the batch, weights, and values computed only from the batch."""
-    recomputable: set[Node] = set()
-    for node in recording.nodes:
-        pure = not (node.random or node.has_parameters or node.mutated)
-        if node.kind == "input" or (pure and recomputable.issuperset(node.input_nodes)):
-            recomputable.add(node)
-    return recomputable | {node for node in recording.nodes if node.kind == "weight"}
 
 
 # --- P2P between stages ------------------------------------------------------------------------

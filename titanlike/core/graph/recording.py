@@ -109,6 +109,16 @@ class Recording:
                 first.setdefault(node.target, position)
         return first
 
+    @cached_property
+    def recomputable(self) -> set[Node]:
+        """Nodes that are never sent: the batch, weights, and values computed only from the batch."""
+        recomputable: set[Node] = set()
+        for node in self.nodes:
+            pure = not (node.random or node.has_parameters or node.mutated)
+            if node.kind == "input" or (pure and recomputable.issuperset(node.input_nodes)):
+                recomputable.add(node)
+        return recomputable | {node for node in self.nodes if node.kind == "weight"}
+
 
 def replay(recording: Recording, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
     """Run a recorded forward node by node, and return the model's output; batch: on meta."""
