@@ -38,7 +38,7 @@ class MicrobatchLoop:
         self._microbatches = order.microbatches
         # see `OrderRuntime`
         self.on_action: Callable[[Any], None] = lambda _: None
-        self.on_queued: Callable[[Any, bool], None] | None = None
+        self.on_queued: Callable[[Any, bool], None] = lambda action, received: None
 
     def train(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Run forward and backward on a batch, and return the losses of its microbatches."""
@@ -77,7 +77,6 @@ class MicrobatchLoop:
                     if losses[mb].requires_grad:
                         losses[mb].backward()
                     losses[mb] = losses[mb].detach()  # frees the autograd graph
-            if self.on_queued is not None:
-                self.on_queued(action, False)
+            self.on_queued(action, False)
         self.on_action(None)
         return [losses[mb] for mb in range(self._microbatches)]

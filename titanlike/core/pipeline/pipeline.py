@@ -117,7 +117,7 @@ class Pipeline:
         self.on_action: Callable[[Any], None] = lambda _: None
         # called with (action, True) when the wait for its receives is launched, then with
         # (action, False) when its computation is launched
-        self.on_queued: Callable[[Any, bool], None] | None = None
+        self.on_queued: Callable[[Any, bool], None] = lambda action, received: None
 
     def runtime(self, rows: int) -> Runtime:
         """The runtime for batches of `rows` samples on a dp rank."""

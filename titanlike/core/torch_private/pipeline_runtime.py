@@ -218,7 +218,7 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         self.on_action: Callable[[Any], None] = lambda _: None
         # called when a computation is in the device's queue (False), and before that when its wait
         # for messages is (True)
-        self.on_queued: Callable[[Any, bool], None] | None = None
+        self.on_queued: Callable[[Any, bool], None] = lambda action, received: None
         self._validated: set[bool] = set()  # whether gradients were on in steps that have run
         if not hasattr(_Kind, "WAIT_SEND_F"):
             # Symptom (2.11, 2.13): each sent tensor stays in memory to the end of the step, where
@@ -319,11 +319,10 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         forward = action.computation_type == _Kind.RECV_F
         operations = stage.get_fwd_recv_ops if forward else stage.get_bwd_recv_ops
         works = _post(operations(microbatch))
-        if self.on_queued is not None:
-            # torch waits for its list in order: this is called once the waits for the messages are
-            # in the device's queue
-            waiting = self._waiting[forward, action.stage_index, microbatch]
-            works.append(SimpleNamespace(wait=partial(self.on_queued, waiting, True)))
+        # torch waits for its list in order: this is called once the waits for the messages are in the
+        # device's queue
+        waiting = self._waiting[forward, action.stage_index, microbatch]
+        works.append(SimpleNamespace(wait=partial(self.on_queued, waiting, True)))
         received = self.fwd_recv_ops if forward else self.bwd_recv_ops
         received[action.stage_index, microbatch] = works
 
@@ -340,7 +339,7 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         backward = action.computation_type in (_Kind.FULL_BACKWARD, _Kind.BACKWARD_INPUT)
         if backward and action.stage_index == self._last:
             self._internal_losses[action.microbatch_index].detach_()
-        if self.on_queued is not None and action.computation_type in _ON_DEVICE:
+        if action.computation_type in _ON_DEVICE:
             self.on_queued(action, False)
 
     def train(self, batch: dict[str, Tensor]) -> list[Tensor]:
