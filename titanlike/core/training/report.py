@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlike.core.config.errors import some_names
 from titanlike.core.config.groups.user_code import CustomOptimizer
@@ -82,32 +82,28 @@ def opening(session: Session) -> None:
         )
         console.table("", headings, rows)
         console.line()
-    auto_split, headings, rows = plan.auto_split, ["rank", "stage", "modules", "parameters"], []
-    if mesh.layer_ranks > 1 or config.ep > 1:
-        headings[-1] += " of a rank's part"
-    # has a column already
-    costed = auto_split if auto_split is not None and auto_split.cost != "params" else None
-    if costed:
-        headings.append("memory" if costed.cost == "memory" else "one microbatch")
-    chosen, recomputed = plan.recomputed, config.activation_checkpoint.name != "none"
-    if recomputed:
-        headings += ["recomputed", *(["memory of rank"] if chosen.memory else [])]
+    auto_split, chosen = plan.auto_split, plan.recomputed
+    of_part = " of a rank's part" if mesh.layer_ranks > 1 or config.ep > 1 else ""
+    places = [(rank, stage) for rank in range(mesh.pp) for stage in plan.order.local(rank)]
+    stages = [stage for _, stage in places]
+    columns: dict[str, list[Any]] = {
+        "rank": [ranks_text(mesh, rank) for rank, _ in places],
+        "stage": stages,
+        "modules": [span(plan.stages[stage]) for stage in stages],
+        f"parameters{of_part}": [units.count(plan.stage_numel(stage)) for stage in stages],
+    }
+    if auto_split is not None and (cost := auto_split.cost) != "params":  # it has a column already
+        costs = [_TEXT[cost](auto_split.chosen.stages[stage]) for stage in stages]
+        columns["memory" if cost == "memory" else "one microbatch"] = costs
+    if config.activation_checkpoint.name != "none":
+        blocks = ((len(chosen.blocks[stage]), len(plan.blocks(stage))) for stage in stages)
+        columns["recomputed"] = [f"{some} of {every} blocks" for some, every in blocks]
+    if chosen.memory:
+        columns["memory of rank"] = [units.size(chosen.memory[rank]) for rank, _ in places]
     if plan.why_together:
-        headings.append("weight gradients")
-    for rank in range(mesh.pp):
-        ranks = ranks_text(mesh, rank)
-        for stage in plan.order.local(rank):
-            numel = units.count(plan.stage_numel(stage))
-            rows.append([ranks, stage, span(plan.stages[stage]), numel])
-            if costed:
-                rows[-1].append(_TEXT[costed.cost](costed.chosen.stages[stage]))
-            if recomputed:
-                rows[-1].append(f"{len(chosen.blocks[stage])} of {len(plan.blocks(stage))} blocks")
-            if chosen.memory:
-                rows[-1].append(units.size(chosen.memory[rank]))
-            if plan.why_together:
-                rows[-1].append("deferred" if stage in plan.deferred else "together")
-    console.table("", headings, rows)
+        deferred = [stage in plan.deferred for stage in stages]
+        columns["weight gradients"] = ["deferred" if later else "together" for later in deferred]
+    console.table("", [*columns], [*zip(*columns.values(), strict=True)])
     if sent := _sent(plan):
         console.line()
         console.line("  activations sent per microbatch; their gradients come back the same way:")
