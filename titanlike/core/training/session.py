@@ -64,7 +64,7 @@ class Session:
     owner: RunDirOwner | None
     files: RunFiles | None
     profile: Profile | None
-    timeline: Timeline | None
+    recorders: list[Profile | Timeline]
     sampler: Sampler | None  # with sample.every
     stragglers: Stragglers | None  # None for one rank
     progress: Progress  # after the last step whose metrics are known
@@ -72,10 +72,6 @@ class Session:
     stop_code: int = 0  # the stop request that ends the run, the same on every rank; 0 = none
     last: int = 0  # step of this run; fewer than the config says where its data end
     places: str = ""  # hosts and devices of the ranks, on rank 0 of several
-
-    @property
-    def recorders(self) -> list[Profile | Timeline]:
-        return [recorder for recorder in (self.profile, self.timeline) if recorder is not None]
 
     @property
     def stopped(self) -> str:
@@ -233,17 +229,18 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
         def report_redone(steps: int, seconds: float) -> None:
             events.log("redone", checkpointer.newest, steps=steps, seconds=seconds)
 
-        profile, timeline, sampler = None, None, None
+        profile, sampler = None, None
+        recorders: list[Profile | Timeline] = []
         if isinstance(config.profile, MemoryProfile):
             from titanlike.watch.profile import Profile
 
             profile = Profile(config, worker, run, watchdog, report_profile)
+            recorders.append(profile)
         if config.timeline.enabled:
             from titanlike.watch.timeline import Timeline
 
-            timeline = Timeline(
-                config, worker, run, watchdog, sinks, partial(events.log, "timeline")
-            )
+            note = partial(events.log, "timeline")
+            recorders.append(Timeline(config, worker, run, watchdog, sinks, note))
         try:
             if config.sample.every:
                 from titanlike.use.samples import Sampler
@@ -294,7 +291,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
                 owner=owner,
                 files=run_files,
                 profile=profile,
-                timeline=timeline,
+                recorders=recorders,
                 sampler=sampler,
                 stragglers=stragglers,
                 progress=progress,
@@ -308,9 +305,8 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
             raise
         finally:
             checkpointer.close()
-            for recorder in (profile, timeline):
-                if recorder is not None:
-                    recorder.close(together)
+            for recorder in recorders:
+                recorder.close(together)
             console.close()
             for sink in sinks:
                 sink.close(status)
