@@ -76,12 +76,11 @@ def _state(before: Beat | None, now: Beat | None, own: Beat) -> int:
         return _NO_HEARTBEAT
     if now.ended and now.ended != "no progress":
         return _ENDED
-    if now.rank == own.rank:
-        pass
-    elif _is_unresponsive(before, now):
-        return _UNRESPONSIVE
-    elif not now.frames:
-        return _RUNNING
+    if now.rank != own.rank:
+        if _is_unresponsive(before, now):
+            return _UNRESPONSIVE
+        if not now.frames:
+            return _RUNNING
     if now.waits:
         return _WAITING
     return _AFTER if now.action == AFTER else _BUSY
