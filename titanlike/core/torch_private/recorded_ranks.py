@@ -39,20 +39,9 @@ from titanlike.core.torch_private.tensors import tensors_in
 _SMALL = 4096  # elements of the largest tensor of floating-point numbers that has memory
 _REAL = 2**22  # of integers: a batch of data
 
-# operators of the namespace c10d begin with these
-_KINDS = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce_": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "recv",
-}
+# collectives and messages; operators of the namespace c10d begin with these, apart from underscores
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
+_KINDS += ("gather", "scatter", "barrier", "send", "recv")
 _SAME_ON_ALL = ("all_reduce", "all_gather", "broadcast")  # results
 _OBJECTS = [name for name in dir(dist) if "_object" in name] + ["monitored_barrier"]
 _REDUCTIONS = [n for n in dir(dist) if n.startswith(("all_reduce", "reduce")) and n != "reduce_op"]
@@ -232,8 +221,8 @@ class Recorder:
 @functools.cache
 def operation_of(function: Any) -> str:
     """The collective or message that an operator of c10d begins; "" for none."""
-    name = function._opname.lstrip("_")
-    return next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), "")
+    name = function._opname.replace("_", "")
+    return next((kind for kind in _KINDS if name.startswith(kind.replace("_", ""))), "")
 
 
 @functools.cache
@@ -382,7 +371,7 @@ class _Operators(TorchDispatchMode):
         operation = function._opname.partition("_into")[0].partition("_tensor")[0].rstrip("_")
         name = next((arg for arg in reversed(args) if isinstance(arg, str)), None)
         result = self._compute(function, tensors, args, kwargs)
-        if name is not None and operation in _KINDS.values():
+        if name is not None and operation in _KINDS:
             group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
             key = self.recorder.add(operation, group, tensors)
             self.recorder.finish(operation, key, group, tensors_in(result))
