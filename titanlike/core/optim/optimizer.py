@@ -210,15 +210,6 @@ def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
     return torch.stack(result) if result else torch.zeros(0)
 
 
-def square_sum(norms: Tensor, shares: Tensor | None) -> Tensor:
-    """This rank's contribution to the squared global gradient norm, a scalar.
-
-    shares: for each gradient, 1 / number of tensor-parallel ranks that have the same; None = 1.
-    """
-    squares = norms.square()
-    return (squares if shares is None else squares * shares).sum()
-
-
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:
     """The divisor of all gradients that clips their global norm, `norm`, to at most `limit`."""
     return ((norm + 1e-6) / limit).clamp(min=1.0)

@@ -35,7 +35,6 @@ from titanlike.core.optim.optimizer import (
     gradient_norms,
     learning_rate,
     set_lr,
-    square_sum,
 )
 from titanlike.core.training.anomalies import Anomaly, AnomalyDetector, BadNumbers, is_bad
 from titanlike.core.training.build import Run
@@ -102,7 +101,8 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
         squares = norms.new_zeros(())
     else:
         norms = gradient_norms([*run.owned.values()])
-        squares = square_sum(norms, run.shares)
+        shares = 1.0 if run.shares is None else run.shares
+        squares = (norms.square() * shares).sum()
     run.phases.begin("agree")
     more = taken(Measuring(run, config, norms, terms), step)
     summed = [(entry, value) for entry, value in more if entry.reduce == "sum"]
