@@ -51,7 +51,7 @@ def custom_optimizer(
 
 def _step_on_whole_registers(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
     """Step an elementwise optimizer on shards (weights, gradients, state) padded to full CPU vector
-    registers; see `on_whole_registers`."""
+    registers; see `padded`."""
     groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
     wide: dict[nn.Parameter, nn.Parameter] = {}
     optimizer.state = defaultdict(dict)

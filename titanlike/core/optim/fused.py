@@ -146,20 +146,12 @@ def fused_adamw(
 _REGISTER = 64  # elements; a multiple of the size of any CPU's vector registers
 
 
-def on_whole_registers(update: Callable[..., object], *each: list[Tensor]) -> None:
-    """Call an in-place `update` on lists of tensors padded to full vector registers.
+def padded(tensor: Tensor) -> Tensor:
+    """Return the tensor, padded with zero rows unless its size is a multiple of `_REGISTER`.
 
     torch's CPU kernels round the last elements of a tensor, which fill no vector register,
     differently. With padding an element's bits do not depend on where a shard begins and ends.
     """
-    wide = [[padded(tensor) for tensor in tensors] for tensors in each]
-    update(*wide)
-    for tensor, copy in zip(chain(*each), chain(*wide), strict=True):
-        take_back(tensor, copy)
-
-
-def padded(tensor: Tensor) -> Tensor:
-    """Return the tensor, padded with zero rows unless its size is a multiple of `_REGISTER`."""
     if tensor.numel() % _REGISTER == 0:
         return tensor
     rows = tensor if tensor.dim() else tensor.view(1)
@@ -182,7 +174,7 @@ class OptimizerContext:
     # the ranks that share matrices; None = those of FSDP's mesh
     group: dist.ProcessGroup | None = None
     dtype: torch.dtype = torch.float32  # of activations
-    exact: bool = False  # see `on_whole_registers`
+    exact: bool = False  # see `padded`
 
 
 class Elementwise(SkippingOptimizer):
@@ -256,10 +248,14 @@ class _Fused(SkippingOptimizer):
         raise NotImplementedError
 
     def _called(self, update: Callable[..., object], *each: list[Tensor]) -> None:
-        if self._exact:
-            on_whole_registers(update, *each)
-        else:
+        """Call an in-place `update` on lists of tensors, which are `padded` for numerics=exact."""
+        if not self._exact:
             update(*each)
+            return
+        wide = [[padded(tensor) for tensor in tensors] for tensors in each]
+        update(*wide)
+        for tensor, copy in zip(chain(*each), chain(*wide), strict=True):
+            take_back(tensor, copy)
 
     def _state(self, parameters: Sequence[nn.Parameter], key: str) -> list[Tensor]:
         """Return this rank's shards of the state `key`; missing ones are created as zeros."""
