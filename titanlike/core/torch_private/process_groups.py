@@ -26,18 +26,16 @@ def pipeline_backend(backend: str) -> str | None:
     return backend.replace("cuda:nccl", "cuda:nccl-lazy")
 
 
-def abort_groups() -> bool:
+def abort_groups() -> None:
     """Abort pending collectives of all groups, on this rank only; the groups cannot be used
     afterwards.
 
     A thread that waits for a GPU's collective returns, with an error or with garbage. gloo's go on:
-    there peers notice a rank that leaves. Returns False if torch has no such function.
+    there peers notice a rank that leaves. Does nothing if torch has no such function.
     """
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if abort is None or not dist.is_initialized():
-        return False
-    abort()
-    return True
+    if abort is not None and dist.is_initialized():
+        abort()
 
 
 def group_named(name: str) -> dist.ProcessGroup:
