@@ -3,11 +3,11 @@ and the memory of its step."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ def counted_bytes(config: Config, pipeline_rank: int) -> int:
     return live.peak
 
 
-@contextlib.contextmanager
+@contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """A context in which this process is a rank whose collectives do nothing and whose sends and
     receives are dropped. Needs that no process group exists."""
@@ -68,8 +68,8 @@ def build_fake(config: Config, device: torch.device, *modes: AbstractContextMana
                 stack.enter_context(mode)
             allocate(stage, device)
 
-    plan = make_plan(config, None, None, lambda: 1 << 40, mesh)
-    return build_planned(config, mesh, plan, init_weights=fill)
+    with mock.patch("titanlike.core.training.build.initialize", fill):
+        return build_planned(config, mesh, make_plan(config, None, None, lambda: 1 << 40, mesh))
 
 
 def zeros(config: Config) -> dict[str, torch.Tensor]:

@@ -165,14 +165,10 @@ def build_planned(
     mesh: Mesh,
     plan: TrainPlan,
     say: Callable[[str], object] = lambda _: None,
-    init_weights: Callable[..., object] | None = None,
     more: Mapping[str, Transform] | None = None,
 ) -> Run:
     """Build from a plan. Collective: process groups are made here, not during planning, when rank 0
-    may be timing units alone.
-
-    init_weights: allocates and initializes a stage, in place of `initialize`.
-    """
+    may be timing units alone."""
     transforms = stage_transforms(config, mesh, plan) | dict(more or {})
 
     # 2. stages, weights, optimizers
@@ -182,9 +178,7 @@ def build_planned(
         name: [index for index, names in enumerate(plan.stage_parameters) if name in names]
         for name in plan.model_graph.canonical_names().values()
     }
-    stages, states, weights_source = _make_stages(
-        config, mesh, plan, ordered, holders, partial(init_weights or initialize, say=say)
-    )
+    stages, states, weights_source = _make_stages(config, mesh, plan, ordered, holders, say)
 
     # 3. the pipeline
     if any(len(holding) > 1 for holding in holders.values()):
@@ -241,7 +235,7 @@ def _make_stages(
     plan: TrainPlan,
     transforms: Sequence[Transform],
     holders: Mapping[str, list[int]],
-    init_weights: Callable[..., object],
+    say: Callable[[str], object],
 ) -> tuple[dict[int, Stage], dict[int, StageState], str]:
     """(this rank's stages with their weights, the state of each with its optimizers, where weights
     are from); holders: parameter -> stages that hold it."""
@@ -261,7 +255,7 @@ def _make_stages(
         shard_stage(stage, fsdp_groups(stage, held, used), config, mesh, plan.zero)
         device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
         parts = {name: placement.part for name, placement in placements.items()}
-        init_weights(stage, weights, device, canonical, parts=parts)
+        initialize(stage, weights, device, canonical, say, parts)
     for stage in stages.values():
         for transform in transforms:
             transform.on_weights(stage)
