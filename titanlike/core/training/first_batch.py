@@ -53,24 +53,23 @@ _PLAIN = (bool, int, float, str, type(None))
 def unchanged(run: Run, seed: int) -> Iterator[None]:
     """A context with random numbers seeded by `seed`. On exit, buffers, plain attributes of modules
     and random states are restored."""
-    modules = [module for stage in run.stages for module in stage.modules()]
-    plain = [
-        {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
-        for module in modules
-    ]
-    buffers = [
-        {name: (b, None if b is None else b.clone()) for name, b in module._buffers.items()}
-        for module in modules
+    saved = [
+        (
+            module,
+            {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)},
+            {name: (b, None if b is None else b.clone()) for name, b in module._buffers.items()},
+        )
+        for stage in run.stages
+        for module in stage.modules()
     ]
     try:
         with kept_rng(run.mesh.device), seeded(seed):
             yield
     finally:
-        for module, values in zip(modules, plain, strict=True):
-            vars(module).update(values)
         with torch.no_grad():
-            for module, saved in zip(modules, buffers, strict=True):
-                for name, (buffer, value) in saved.items():
+            for module, plain, buffers in saved:
+                vars(module).update(plain)
+                for name, (buffer, value) in buffers.items():
                     if buffer is not None and value is not None:
                         buffer.copy_(value)
                     module._buffers[name] = buffer  # the forward may have replaced it
