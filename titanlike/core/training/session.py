@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -148,21 +148,20 @@ def connected(
     connect, and lets this rank out of a collective on the device once a peer has failed. say: called
     on rank 0 if the ranks' hardware differs.
     """
-    with ExitStack() as stack:
-        own = watchdog is None
-        if watchdog is None:
-            watchdog = Watchdog(worker, config.launch, worker.report_failure, abort_groups)
-            stack.enter_context(watchdog)
+    if watchdog is None:
+        with Watchdog(worker, config.launch, worker.report_failure, abort_groups) as watchdog:
             watchdog.enter_phase(0, "connect", config.launch.timeout)
-        mesh = open_mesh(config, worker)
-        watchdog.watch_device(device_queue(mesh.device))
-        _, unlike = compare_places(config, mesh.device, worker)
-        if unlike:
-            say(unlike)
-        if own:
-            watchdog.enter_phase(0, "steps", 0)
-        yield mesh
-        close_mesh()
+            with connected(config, worker, watchdog, say) as mesh:
+                watchdog.enter_phase(0, "steps", 0)
+                yield mesh
+        return
+    mesh = open_mesh(config, worker)
+    watchdog.watch_device(device_queue(mesh.device))
+    _, unlike = compare_places(config, mesh.device, worker)
+    if unlike:
+        say(unlike)
+    yield mesh
+    close_mesh()
 
 
 def watch_long_steps(watchdog: Watchdog, data: Data) -> Moved:
