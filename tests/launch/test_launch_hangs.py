@@ -245,11 +245,11 @@ def test_slow_phases_and_a_stopped_job_are_not_hangs(tmp_path: Path) -> None:
 
 def test_a_busy_device_queue_is_not_a_hang(tmp_path: Path) -> None:
     """Python waits longer than the timeout, for a device that does an action now and then."""
-    worker = Worker(0, 1, 0, 1, tmp_path, None, [])
     device, failures = Device(), []
+    worker = Worker(0, 1, 0, 1, tmp_path, None, [], report_failure=failures.append)
     (tmp_path / "logs").mkdir()
     settings = Launch(timeout=30, step_timeout=1, heartbeat=1)
-    with Watchdog(worker, settings, failures.append) as watchdog:
+    with Watchdog(worker, settings) as watchdog:
         watchdog.watch_device(DeviceQueue(device.event))
         watchdog.enter_phase(1, "data")
         device.stop()
@@ -263,13 +263,13 @@ def test_a_busy_device_queue_is_not_a_hang(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_read_part_by_part_is_not_a_hang(tmp_path: Path) -> None:
     """A load takes longer than its limit, with a part of a file now and then."""
-    worker = Worker(0, 1, 0, 1, tmp_path, None, [])
+    failures = list[Failure]()
+    worker = Worker(0, 1, 0, 1, tmp_path, None, [], report_failure=failures.append)
     (tmp_path / "logs").mkdir()
     (tmp_path / "part").write_bytes(b"x")
-    failures = list[Failure]()
     data: Any = SimpleNamespace(train=None)
     settings = Launch(timeout=30, step_timeout=1, heartbeat=1)
-    with Watchdog(worker, settings, failures.append) as watchdog:
+    with Watchdog(worker, settings) as watchdog:
         folder = Storage(tmp_path, watch_long_steps(watchdog, data))
         watchdog.enter_phase(1, "load", 1)
         with folder.reader("part") as read_into:
@@ -284,7 +284,7 @@ def alone(config: Config, worker: Worker) -> None:
         (worker.run_dir / "told").write_text(failure.error)
 
     settings = Launch(timeout=1, step_timeout=0, heartbeat=10)
-    with Watchdog(worker, settings, report_failure) as watchdog:
+    with Watchdog(replace(worker, report_failure=report_failure), settings) as watchdog:
         logs = worker.run_dir / "logs"
         while not logs.is_file():  # a heartbeat makes the folder, and may do so again in between
             with contextlib.suppress(FileNotFoundError):
@@ -374,7 +374,7 @@ def wait_for_a_failed_peer(config: Config, worker: Worker, comes_out: bool) -> b
     queue = DeviceQueue(device.event)
     abort = collective.release if comes_out else lambda: None
     try:
-        with Watchdog(worker, replace(HANGS, step_timeout=8), None, abort) as watchdog:
+        with Watchdog(worker, replace(HANGS, step_timeout=8), abort) as watchdog:
             watchdog.watch_device(queue)
             watchdog.enter_phase(1, "data")
             watchdog.action_queued("0F0", False)

@@ -99,7 +99,7 @@ def _compare(config: Config, worker: Worker, key: str, code: dict[str, str]) -> 
     slow.daemon = True
     if worker.rank == 0:
         slow.start()
-    with Watchdog(worker, config.launch, worker.report_failure, abort_groups) as watchdog:
+    with Watchdog(worker, config.launch, abort_groups) as watchdog:
         watchdog.enter_phase(0, "verify", 0 if required else config.launch.timeout)
         try:
             compared = compare_with_one_process(exact, apart, watchdog)

@@ -68,7 +68,7 @@ def loaded_run(
     The run may still be training: its checkpoints are only read. Raises ConfigError if it has none.
     """
     run_config = replace(config, run_dir=str(Path(config.run_dir).parent))
-    with Watchdog(worker, config.launch, worker.report_failure, abort_groups) as watchdog:
+    with Watchdog(worker, config.launch, abort_groups) as watchdog:
         watchdog.enter_phase(0, "connect", config.launch.timeout)
         with connected(config, worker, watchdog, Console(steps=1).line) as mesh:
             moved = watch_long_steps(watchdog, data)

@@ -75,12 +75,10 @@ class Watchdog:
         self,
         worker: Worker,
         settings: Launch,
-        report_failure: Callable[[failures.Failure], None] | None = None,
         abort: Callable[[], object] = lambda: None,
     ) -> None:
-        """report_failure: in the process that reports the job, called before it exits. abort:
-        aborts collectives on the device."""
-        self._worker, self._settings, self._report_failure = worker, settings, report_failure
+        """abort: aborts collectives on the device."""
+        self._worker, self._settings = worker, settings
         self._queue: DeviceQueue | None = None
         self._abort = abort
         self._unfinished: Mark | None = None  # the first unfinished in the queue, when last read
@@ -377,8 +375,8 @@ class Watchdog:
                 if beat.host == self._host:
                     with contextlib.suppress(OSError):
                         os.kill(beat.pid, signal.SIGCONT)
-            if self._report_failure is not None:
-                self._report_failure(failure)
+            if self._worker.report_failure is not None:
+                self._worker.report_failure(failure)
             elif size == 1:
                 print(f"\n{text}\n{frames}", file=sys.__stderr__, flush=True)
         except BaseException:

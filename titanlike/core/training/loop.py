@@ -51,7 +51,7 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
     Returns {"value": last validation loss (or loss), or what `config.value` names}; for a stopped
     run also "stopped" (the request) and "exit_code".
     """
-    with Watchdog(worker, config.launch, worker.report_failure, abort_groups) as watchdog:
+    with Watchdog(worker, config.launch, abort_groups) as watchdog:
         return _train(config, worker, watchdog)
 
 

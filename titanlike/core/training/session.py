@@ -149,7 +149,7 @@ def connected(
     on rank 0 if the ranks' hardware differs.
     """
     if watchdog is None:
-        with Watchdog(worker, config.launch, worker.report_failure, abort_groups) as watchdog:
+        with Watchdog(worker, config.launch, abort_groups) as watchdog:
             watchdog.enter_phase(0, "connect", config.launch.timeout)
             with connected(config, worker, watchdog, say) as mesh:
                 watchdog.enter_phase(0, "steps", 0)
