@@ -25,7 +25,7 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers have the controller's
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchinductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
-TABLE = "tests/proof/test_layouts.py"  # of whose slow cells .ci/run takes each fourth
+TABLE = "tests/proof/test_layouts.py"  # of whose slow cells .ci/run takes each twelfth
 LONGEST = ("test_the_main_job", "test_resume_runs_the_failed")  # with -m slow, and without
 
 
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(
         if item.get_closest_marker("slow") and not item.get_closest_marker("grid"):
             lists.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in lists.items():
-        apart = 4 if name.startswith(TABLE) else len(cases)
+        apart = 12 if name.startswith(TABLE) else len(cases)
         for at, item in enumerate(cases):
             if at % apart:
                 item.add_marker(pytest.mark.grid)
