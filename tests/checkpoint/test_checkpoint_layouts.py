@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.families import moe
 from support.models import tiny
 from support.saved_runs import checkpoint, reseal
 from support.saved_state import checkpointer_of, fill, local, opened, tensors
@@ -32,7 +33,6 @@ from titanlike.core.config.groups.data import SyntheticData
 from titanlike.core.config.groups.jobs import Checkpoint
 from titanlike.core.config.groups.optimization import ConstantLr
 from titanlike.core.config.groups.pipeline import BalanceSplit
-from titanlike.core.config.groups.user_code import Model
 from titanlike.core.config.schema import Config
 from titanlike.core.distributed.mesh import close_mesh
 from titanlike.core.distributed.placement import Part, local_of
@@ -185,17 +185,7 @@ def test_a_run_resumed_in_another_layout_matches_one_process(tmp_path: Path) -> 
 def test_a_run_resumes_with_another_ep_and_cp(tmp_path: Path) -> None:
     """Experts over dp's ranks, then over tp's, over both, over none and so on: with the losses and
     the balance of one process."""
-    sizes = {
-        "vocab_size": None,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-    }
-    mixture = Model(
-        "moe", sizes | {"num_local_experts": 4, "moe_intermediate_size": 32, "bias_rate": 0.01}
-    )
-    settings = {"batch_size": 24, "data": SyntheticData(vocab_size=97), "model": mixture}
+    settings = {"batch_size": 24, "data": SyntheticData(vocab_size=97), "model": moe()}
     settings |= {"lr": ConstantLr(warmup=0)}
     layouts = [
         *({"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"dp": 2}, {"dp": 2, "tp": 2, "ep": 4}),

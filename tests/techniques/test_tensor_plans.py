@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from support.cells import slow
+from support.families import llama
 from support.hf_tiny import model_of
 from support.models import tiny
 from support.wrong_plans import FUSED, PLAN
 from titanlike.core.config.groups.user_code import Model
 from titanlike.core.config.schema import Config
-from titanlike.core.models import llama
+from titanlike.core.models.llama import Attention
 from titanlike.core.training.preflight import preflight
 from titanlike.core.training.train_plan import make_plan
 
@@ -173,31 +174,15 @@ def test_a_scaling_embedding_of_transformers_is_sharded() -> None:
 
 @pytest.mark.parametrize("tp, kv_heads, sequence", [(2, 4, True), (4, 2, True), (4, 1, False)])
 def test_built_in_tp_plans_are_correct(tp: int, kv_heads: int, sequence: bool) -> None:
-    sizes = {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": 64,
-        "vocab_size": 97,
-    }
-    assert not preflight(tiny(tp=tp, model=Model("llama", sizes), tp_sequence=sequence))
+    model = llama(vocab_size=97, num_key_value_heads=kv_heads)
+    assert not preflight(tiny(tp=tp, model=model, tp_sequence=sequence))
 
 
 def test_equal_blocks_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    forward = llama.Attention.forward
-    monkeypatch.setattr(
-        llama.Attention, "forward", lambda *args: calls.append(args) or forward(*args)
-    )
-    sizes = {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 64,
-        "vocab_size": 97,
-        "num_hidden_layers": 6,
-    }
-    make_plan(tiny(tp=2, model=Model("llama", sizes)))
+    forward = Attention.forward
+    monkeypatch.setattr(Attention, "forward", lambda *args: calls.append(args) or forward(*args))
+    make_plan(tiny(tp=2, model=llama(vocab_size=97, num_hidden_layers=6)))
     # whole, divided with and without the sequence, and recorded in training and in evaluation
     assert len(calls) == 5
 

@@ -19,7 +19,7 @@ import transformers
 from support import saved_runs
 from support.command_lines import examined
 from support.commands import SCRIPTS, TINY, command
-from support.models import tiny
+from support.models import LLAMA, tiny
 from support.saved_runs import checkpoint, reseal
 from titanlike.core.checkpoint.storage import STATE
 from titanlike.core.config.errors import ConfigError
@@ -172,15 +172,7 @@ def test_a_run_with_a_custom_model_is_evaluated_with_consent(
 
 
 def forged_sizes(changes: dict[str, Any]) -> dict[str, Any]:
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-    }
-    return {"name": "llama", **sizes, **changes}
+    return {"name": "llama", **LLAMA, "vocab_size": 64, "num_hidden_layers": 2, **changes}
 
 
 @pytest.mark.parametrize(
