@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from support.paths import ROOT
-from support.saved_runs import a_run, checkpoint, edited
+from support.saved_runs import a_run, checkpoint, edited, flip
 from support.saved_state import opened, update
 from support.world import run_world
 from titanlike.core.checkpoint.discovery import Progress
@@ -72,12 +72,6 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
         return code, printed.out + printed.err
 
     return call
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 64
-    path.write_bytes(data)
 
 
 # --- looking -------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from support import saved_runs
-from support.saved_runs import checkpoint
+from support.saved_runs import checkpoint, flip
 from support.saved_state import load_each
 from support.saved_tensors import saved as tensors_of
 from support.world import run_world
@@ -150,12 +150,6 @@ DAMAGES |= {
 }
 DAMAGES["nested: a shape"] = (lambda step: shaped(step), ".metadata is not what")
 DOUBLE = torch.zeros(2, dtype=torch.complex128)
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def shaped(step: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.records import numbers
-from support.saved_runs import a_run, checkpoint, events, reseal, train_all
+from support.saved_runs import a_run, checkpoint, events, flip, reseal, train_all
 from support.saved_state import going_on, load_each
 from support.world import run_world
 from titanlike.core.checkpoint import integrity
@@ -54,12 +54,6 @@ def copy(config: Config, to: Path) -> Path:
     return to
 
 
-def flip(path: Path, position: int, bit: int = 6) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1 << bit
-    path.write_bytes(data)
-
-
 def flip_in(folder: Path, entry_name: str) -> str:
     """Flip a bit in the middle of a tensor's bytes; in which file."""
     piece = pieces_of(folder, entry_name)[-1]
@@ -78,7 +72,7 @@ def cut(path: Path) -> None:
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "cut": cut,
     "flipped at the start": lambda path: flip(path, 0),
-    "flipped in the middle": lambda path: flip(path, path.stat().st_size // 2),
+    "flipped in the middle": flip,
     "flipped at the end": lambda path: flip(path, -1),
     "removed": Path.unlink,
     "emptied": lambda path: os.truncate(path, 0),

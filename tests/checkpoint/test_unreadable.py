@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from support import saved_runs
-from support.saved_runs import checkpoint, events
+from support.saved_runs import checkpoint, events, flip
 from support.saved_state import Loaded, going_on, load, load_each, opened
 from support.world import run_world
 from titanlike.core.checkpoint import integrity, storage
@@ -175,15 +175,12 @@ def test_a_damage_mark_is_lifted_by_renaming_it_once_all_bytes_verify(
     [event] = events(folder, "passed_over")
     assert event["step"] == 6 and how.partition(" ")[2] in event["text"]
     for name in ("rank-00000.safetensors", "state.json", "index.json"):
-        whole = bytearray((path / name).read_bytes())
-        whole[len(whole) // 2] ^= 1
-        (path / name).write_bytes(whole)
+        flip(path / name)
         capsys.readouterr()
         assert main(["verify", str(path)]) == 1
         out = capsys.readouterr().out
         assert name in out and "are right" not in out
-        whole[len(whole) // 2] ^= 1
-        (path / name).write_bytes(whole)
+        flip(path / name)
     assert main(["verify", run.run_dir]) == 1
     assert "its bytes are right: rename DAMAGED to COMMITTED" in capsys.readouterr().out
     (path / DAMAGED_MARKER).rename(path / MARKER)

@@ -96,6 +96,13 @@ def checkpoint(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
+def flip(path: Path, position: int | None = None, bit: int = 6) -> None:
+    """Flip a bit of a file; position: of its byte, None = in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if position is None else position] ^= 1 << bit
+    path.write_bytes(data)
+
+
 def reseal(folder: Path, change: Callable[[dict[str, Any]], object] = lambda _: None) -> None:
     """Make index and marker fit state.json after a change of the index, as who plants one would."""
     text, state = (folder / INDEX).read_text(), (folder / STATE).read_bytes()
