@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from support.plans import plan
 from titanlike.planning.whole_run import DAY
-from titanlike.run import tools
 
 TINY = ["data=synthetic", "model.num_hidden_layers=2", "batch_size=64", "seq_len=1024"]
 FIXED = ["pp=1", "tp=1", "fsdp.zero=2", "activation_checkpoint=full", "schedule.microbatches=1"]
 SEARCH = ["search", *TINY, *FIXED, "precision=bf16"]
-
-
-def plan(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str, str]:
-    code = tools.plan([*words])
-    return code, *capsys.readouterr()
 
 
 def test_offers_within_the_budget_come_first_and_the_cheapest_before_others(

@@ -12,7 +12,7 @@ import pytest
 
 from support.commands import command
 from support.models import tiny
-from support.plans import planned
+from support.plans import plan, planned
 from titanlike.core.config.groups.computation import (
     Float8Precision,
     Mxfp8Precision,
@@ -24,7 +24,6 @@ from titanlike.planning.estimate_text import as_data, as_text, chart_of
 from titanlike.planning.known_hardware import link_of, shipped
 from titanlike.planning.search import CostCache, ScoredLayout, score
 from titanlike.planning.stage_times import Roofline
-from titanlike.run import tools
 from titanlike.watch.chart import Chart, Span, write_trace
 from titanlike.watch.chart_picture import draw
 
@@ -35,11 +34,6 @@ TINY = [
     "model.num_hidden_layers=4",
     "batch_size=16",
 ]
-
-
-def run(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str, str]:
-    code = tools.plan([*words])
-    return code, *capsys.readouterr()
 
 
 def test_the_line_that_trains_is_the_line_that_plans(tmp_path: Path) -> None:
@@ -82,7 +76,7 @@ def test_a_plan_says_how_far_published_runs_of_its_kind_were_from_theirs() -> No
 
 def test_a_layout_that_does_not_fit_is_reported_with_one_that_does(capsys) -> None:
     words = ["experiment=llama3_8b", "hardware=a100_40g", "activation_checkpoint=none"]
-    code, text, _ = run(capsys, *words)
+    code, text, _ = plan(capsys, *words)
     assert code == 1 and "DOES NOT FIT" in text
     assert "activation_checkpoint=fit it would take" in text
 
@@ -110,7 +104,7 @@ def test_a_layout_that_does_not_fit_is_reported_with_one_that_does(capsys) -> No
     ],
 )
 def test_mistakes_are_answered_like_those_of_training(capsys, words, said) -> None:
-    code, _, errors = run(capsys, *words)
+    code, _, errors = plan(capsys, *words)
     assert code == 2 and said in errors, errors
 
 
@@ -246,7 +240,7 @@ def test_a_search_finds_what_planning_each_layout_finds(
     words = [*TINY, "precision=bf16", "fsdp.zero=1", "activation_checkpoint=none", "seq_len=512"]
     words += ["tp=1", "schedule=1f1b"]
     monkeypatch.setattr("titanlike.planning.search._PROGRESS", -1.0)
-    code, text, said = run(capsys, "search", *words, "gpus=2", "--json", "--top", "2")
+    code, text, said = plan(capsys, "search", *words, "gpus=2", "--json", "--top", "2")
     assert code == 0 and "2 layouts estimated, now " in said
     first = json.loads(text)["ranked"][0]
     times = {}
@@ -296,7 +290,7 @@ def test_a_search_tries_every_axis(capsys, words: list[str], choices: list[str])
     """Its first choice is that of planning each."""
     line = [*TINY, "precision=bf16", *words, "pp=1", "tp=1", "schedule=1f1b"]
     line += ["schedule.microbatches=2", "activation_checkpoint=none"]
-    code, text, _ = run(capsys, "search", *line, "gpus=4", "--json")
+    code, text, _ = plan(capsys, "search", *line, "gpus=4", "--json")
     seconds = [planned(*line, *choice.split()).step_seconds for choice in choices]
     ranked = json.loads(text)["ranked"]
     assert code == 0 and len(ranked) == len(seconds)
@@ -329,7 +323,7 @@ def test_layers_communicate_by_nvlink_among_all_72_gpus_of_a_gb200_domain(words:
 )
 def test_a_search_keeps_what_is_typed_of_a_schedule_and_of_grains(words: list[str], capsys) -> None:
     fixed = [*TINY, "pp=2", "fsdp.zero=1", "activation_checkpoint=none"]
-    code, text, errors = run(
+    code, text, errors = plan(
         capsys, "search", "hardware=cpu", "gpus=2", *fixed, *words, "--json", "--top", "2"
     )
     assert code == 0, errors

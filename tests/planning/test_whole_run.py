@@ -10,17 +10,12 @@ from dataclasses import replace
 import pytest
 
 from support.cells import slow
+from support.plans import plan
 from titanlike.planning.whole_run import DAY, GPU_MTBF, RunTerms, RunTimes, simulate_runs
-from titanlike.run import tools
 
 RUN = RunTimes(steps=100_000, step=5.0, stall=20, save=20, start=200, down=300, mtbf=1e4)
 TERMS = RunTerms()
 TINY = ["data=synthetic", "device=cpu", "model.num_hidden_layers=4", "batch_size=16", "seq_len=64"]
-
-
-def plan(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str, str]:
-    code = tools.plan([*words])
-    return code, *capsys.readouterr()
 
 
 # --- failures and saves ---------------------------------------------------------------------------
