@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, flex_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from support.cells import slow
+from support.families import gpt2, llama
 from support.hf_tiny import model_of
+from support.live_memory import Largest
 from support.models import tiny
 from support.real_model import real
 from support.varlen import as_on_a_gpu, uncompiled_flex
@@ -60,28 +60,8 @@ IDS = {
     "a token each": [list(range(T)), [0] * 30 + [1] * 7],
     "whole sequences": [[0] * T, [0] * T],
 }
-LLAMA = Custom(
-    "llama",
-    {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 64,
-    },
-)
-GPT2 = Custom(
-    "gpt2",
-    {
-        "vocab_size": 64,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": T,
-        "tie_word_embeddings": True,
-    },
-)
+LLAMA = llama(vocab_size=64, hidden_size=64, num_hidden_layers=2)
+GPT2 = gpt2(vocab_size=64, n_embd=64, n_layer=2, n_positions=T, tie_word_embeddings=True)
 
 
 def of(name: str) -> Tensor:
@@ -134,19 +114,6 @@ def test_document_attention_by_offsets_matches_masked_attention(
         )
 
 
-class Largest(TorchDispatchMode):
-    """The number of values of the largest tensor that is made within it."""
-
-    values = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self.values = max(self.values, *(x.numel() for x in tree_leaves(result)))
-        return result
-
-
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_mask_for_some_queries_has_only_their_rows(window: int | None) -> None:
     documents = Documents(document_spans(of("mixed")), window)
@@ -154,7 +121,7 @@ def test_a_mask_for_some_queries_has_only_their_rows(window: int | None) -> None
     with Largest() as largest:
         found = document_mask(documents, B, T, places)
     assert torch.equal(found, document_mask(documents, B, T)[:, :, places])
-    assert largest.values == found.numel()
+    assert largest.numbers == found.numel()
 
 
 def test_documents_with_dropout_use_a_mask() -> None:

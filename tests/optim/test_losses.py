@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.cells import cells
+from support.live_memory import Largest
 from support.models import tiny
 from support.opened import opened
 from support.proven import assert_proven
@@ -111,19 +111,6 @@ def test_the_mean_of_a_custom_loss_is_over_its_own_count() -> None:
 
 
 # --- memory ------------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """Sees every tensor that any operation makes in memory."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                self.numbers = max(self.numbers, tensor.numel())
-        return result
 
 
 def largest_tensors(config: Config, worker: Worker, losses: list) -> list[tuple[int, int]]:

@@ -84,6 +84,21 @@ class LiveStorages(TorchDispatchMode):
         self.now -= self._bytes.pop(key)
 
 
+class Largest(TorchDispatchMode):
+    """Within it: the numbers in the largest tensor that any operation makes in memory."""
+
+    numbers = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                self.numbers = max(self.numbers, leaf.numel())
+        return result
+
+
 @dataclass(frozen=True)
 class Measured:
     """A training step of one rank."""

@@ -11,18 +11,17 @@ import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from support.cells import slow
 from support.families import hf, moe
+from support.live_memory import LiveStorages
 from support.models import tiny
 from support.opened import opened
 from support.proven import assert_proven
@@ -123,18 +122,6 @@ def test_recomputation_repeats_the_dropout_masks() -> None:
     assert all(map(torch.equal, gradients(True), gradients(False)))
 
 
-class Choices(TorchDispatchMode):
-    """Counts how often experts are chosen."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += function is torch.ops.aten.topk.default
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("save", [[], Selective().save], ids=["full", "selective"])
 @pytest.mark.parametrize("family", ["ours", "mixtral"])
 def test_recomputation_keeps_expert_routing(family: str, save: list[str]) -> None:
@@ -144,9 +131,9 @@ def test_recomputation_keeps_expert_routing(family: str, save: list[str]) -> Non
     model = real(moe(vocab_size=64) if family == "ours" else mixtral)
     blocks = [name for name, _ in model.named_modules() if name.endswith(("layers.0", "layers.1"))]
     checkpoint_blocks(model, blocks, save)
-    with Choices() as choices:
+    with LiveStorages() as live:
         model(torch.arange(32).view(2, 16)).square().sum().backward()
-    assert choices.count == (2 if family == "ours" else 4)
+    assert live.operators["topk"] == (2 if family == "ours" else 4)
 
 
 def calls_of_blocks(config: Config, worker: Worker) -> tuple[int, str]:
