@@ -3,27 +3,21 @@ same."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.models import tiny
+from support.opened import opened
 from support.vision_models import of_images
 from support.world import run_world
 from titanlike.core.config.groups.user_code import Custom
 from titanlike.core.config.schema import Config
-from titanlike.core.data.loader import batches
-from titanlike.core.data.registry import open_data
-from titanlike.core.distributed.mesh import close_mesh, open_mesh
 from titanlike.core.launch.worker import Worker
-from titanlike.core.training.build import build
-from titanlike.core.training.device_batches import to_device
 
 
 class Masking(nn.Module):
@@ -55,26 +49,23 @@ class Masked(nn.Module):
         return self.head(x)
 
 
-def a_step(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tensor]]:
+def a_step(
+    config: Config, worker: Worker, again: str = ""
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Train on one batch: masks, gradients and buffers of this rank."""
-    data = open_data(config)
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh, data)
-    batch = next(batches(data.train, config, dp_rank=mesh.dp_rank))
-    run.pipeline.train(to_device(batch, mesh, config))
-    for transform in run.transforms.values():
-        transform.after_update(None)
-    masks = [m for stage in run.stages for x in stage.modules() for m in getattr(x, "masks", ())]
-    held = {n: p.grad for part in run.stage_states for n, p in part.parameters()}
-    held |= {name: buffer for stage in run.stages for name, buffer in stage.named_buffers()}
-    close_mesh()
-    return masks, held if mesh.dp == 1 else {}
+    with opened(config, worker, again) as job:
+        job.train()
+        for transform in job.run.transforms.values():
+            transform.after_update(None)
+    stages = job.run.stages
+    masks = [m for stage in stages for x in stage.modules() for m in getattr(x, "masks", ())]
+    held = {name: parameter.grad for name, parameter in job.parameters()}
+    held |= {name: buffer for stage in stages for name, buffer in stage.named_buffers()}
+    return masks, held if job.mesh.dp == 1 else {}
 
 
 def a_step_of_each(_: Config, worker: Worker, configs: list[Config]) -> list[dict[str, Tensor]]:
-    stores = [dist.PrefixStore(f"{number}", worker.store) for number in range(len(configs))]
-    each = zip(configs, stores, strict=True)
-    return [a_step(config, replace(worker, store=store))[1] for config, store in each]
+    return [a_step(config, worker, f"{number}")[1] for number, config in enumerate(configs)]
 
 
 def test_no_two_dropout_masks_are_equal(tmp_path: Path) -> None:

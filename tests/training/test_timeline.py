@@ -16,6 +16,7 @@ import pytest
 from support.cells import cells
 from support.live_memory import LiveStorages
 from support.models import tiny
+from support.opened import opened
 from support.saved_runs import events
 from support.world import RankError, run_world
 from titanlike.core.config import validate
@@ -25,13 +26,9 @@ from titanlike.core.config.groups.pipeline import Schedule
 from titanlike.core.config.groups.watching import Timeline
 from titanlike.core.config.parse import to_plain
 from titanlike.core.config.schema import Config
-from titanlike.core.data.loader import batches
-from titanlike.core.data.registry import open_data
 from titanlike.core.distributed import async_reads as clock
-from titanlike.core.distributed.mesh import close_mesh, open_mesh
 from titanlike.core.launch.worker import Worker
 from titanlike.core.training import loop
-from titanlike.core.training.build import build
 from titanlike.core.training.loop import train
 from titanlike.core.training.step import drop_gradients, forward_backward
 from titanlike.core.training.train_plan import make_plan
@@ -144,19 +141,17 @@ def test_communication_within_an_action_is_subtracted_from_it() -> None:
 
 def operations_and_marks(config: Config, worker: Worker) -> list[tuple[Counter[str], int]]:
     """Of two steps without and two with a timeline: torch's operations, and marks of the clock."""
-    run = build(config, open_mesh(config, worker))
-    timeline = timeline_module.Timeline(config, worker, run, mock.Mock(), [], mock.Mock())
-    stream = batches(open_data(config).train, config, dp_rank=0)
     found = []
-    for step in range(1, 5):
-        if step == 3:
-            timeline._start()
-        timeline._now = []
-        with LiveStorages() as live:
-            forward_backward(run, config, step, stream)
-        drop_gradients(run)
-        found.append((live.operators, len(timeline._now)))
-    close_mesh()
+    with opened(config, worker) as job:
+        timeline = timeline_module.Timeline(config, worker, job.run, mock.Mock(), [], mock.Mock())
+        for step in range(1, 5):
+            if step == 3:
+                timeline._start()
+            timeline._now = []
+            with LiveStorages() as live:
+                forward_backward(job.run, config, step, job.stream)
+            drop_gradients(job.run)
+            found.append((live.operators, len(timeline._now)))
     return found
 
 
