@@ -15,6 +15,7 @@ import pytest
 from support.cells import GRID, slow
 from support.launched import Launched
 from support.paths import ROOT
+from support.run_files import result
 from support.waiting import until
 from support.wandb_file import read_wandb_file
 from titanlike.core.config.groups.jobs import Sweep
@@ -50,10 +51,6 @@ def table(folder: Path) -> list[JobRow]:
 
 def statuses(folder: Path) -> list[str]:
     return [row.status for row in table(folder)]
-
-
-def result(folder: Path) -> dict:
-    return json.loads((folder / "result.json").read_text())
 
 
 def test_resume_runs_the_failed_invalid_and_killed_jobs_of_a_sweep(tmp_path: Path) -> None:
