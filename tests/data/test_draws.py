@@ -20,7 +20,7 @@ from torchdata.nodes import IterableWrapper, Mapper
 
 from support.cells import cells
 from support.models import tiny
-from support.runs import train_each
+from support.runs import trained
 from support.world import RankError, run_world
 from titanlike.core.config.errors import ConfigError
 from titanlike.core.config.groups.jobs import Validation
@@ -32,7 +32,6 @@ from titanlike.core.data.registry import open_data
 from titanlike.core.data.sources import Data, VariableLength
 from titanlike.core.distributed.mesh import open_mesh
 from titanlike.core.launch.worker import Worker
-from titanlike.core.metrics.sinks import read_jsonl
 from titanlike.core.training.loop import train
 from titanlike.core.training.same_data import refuse_other_data
 from titanlike.proof.verification import compare_with_one_process
@@ -268,10 +267,7 @@ def test_layouts_train_on_what_one_process_draws(
 ) -> None:
     losses = []
     for name, config in (("alone", of(kind)), ("layout", of(kind, **layout))):
-        (tmp_path / name).mkdir()
-        config = replace(config, run_dir=str(tmp_path / name))
-        run_world(train_each, config, tmp_path / "world", [config])
-        rows = read_jsonl(tmp_path / name / "metrics.jsonl")
+        rows = trained(replace(config, run_dir=str(tmp_path / name)))
         losses.append([row["loss"] for row in rows if "loss" in row])
     assert losses[1] == pytest.approx(losses[0], abs=2e-5) and len(losses[0]) == 4
 

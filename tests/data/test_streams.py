@@ -22,7 +22,7 @@ from support.models import tiny
 from support.paths import ROOT
 from support.proven import assert_proven
 from support.records import numbers
-from support.runs import train_each
+from support.runs import train_each, trained
 from support.sources import SAMPLES, STREAMS, by_step, of_source, rows_of, sample, stateful_loader
 from support.tokenizers import write_tokenizer
 from support.world import run_world
@@ -36,15 +36,12 @@ from titanlike.core.data.loader import batches
 from titanlike.core.data.registry import DataError, open_data
 from titanlike.core.data.registry import problems as data_problems
 from titanlike.core.data.sources import Data
-from titanlike.core.metrics.sinks import read_jsonl
 from titanlike.formats.stream_nodes import Rows, parts_of
 
 
 def losses(config: Config, folder: Path) -> list[tuple[float, ...]]:
     """loss and val_loss of each step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    run_world(train_each, config, folder / "world", [replace(config, run_dir=str(folder))])
-    rows = read_jsonl(folder / "metrics.jsonl")
+    rows = trained(replace(config, run_dir=str(folder)))
     return [(row["loss"], row.get("val_loss", 0.0)) for row in rows if "loss" in row]
 
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 import titanlike
 from support.cells import cells, slow
 from support.models import tiny
-from support.records import numbers
-from support.runs import train_each
+from support.runs import trained
 from support.world import run_world
 from titanlike import library
 from titanlike.core.config.errors import ConfigError
@@ -87,9 +86,7 @@ def test_a_custom_loop_matches_the_command_and_one_process(
     config = LAYOUTS[layout]
     ranks = run_world(own_loop, config, tmp_path / "own")
     command = replace(config, run_dir=str(tmp_path / "command"), metrics=Metrics(True))
-    Path(command.run_dir).mkdir()
-    run_world(train_each, command, tmp_path / "world", [command])
-    rows = read_jsonl(tmp_path / "command" / "metrics.jsonl")
+    rows = trained(command)
     of_command = [(row["loss"], row["microbatch_losses"], row["grad_norm"]) for row in rows]
     for rank in ranks:
         # the command's, to the last bit
@@ -326,9 +323,7 @@ def test_checkpoints_are_those_of_the_command(tmp_path: Path) -> None:
     """Loaded in another layout, trained on as the command does."""
     saved = Checkpoint(every=2, last=False)
     config = replace(ONE, steps=4, checkpoint=saved, run_dir=str(tmp_path / "run"))
-    Path(config.run_dir).mkdir()
-    run_world(train_each, config, tmp_path / "world", [config])
-    losses = [row[1] for row in numbers(tmp_path / "run")]
+    losses = [row["loss"] for row in trained(config)]
     path = str(tmp_path / "run" / "checkpoints" / "step-00000002")
     one = run_world(moved, config, tmp_path / "one", path)[0]
     assert one[0] == 2 and one[2] == losses[2:]

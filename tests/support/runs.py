@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,6 +14,7 @@ from support.world import run_world
 from titanlike.core.config.groups.jobs import Checkpoint
 from titanlike.core.config.schema import Config
 from titanlike.core.launch.worker import Worker
+from titanlike.core.metrics.sinks import read_jsonl
 from titanlike.core.training.loop import train
 
 
@@ -28,6 +30,14 @@ def train_each(_: Config, worker: Worker, configs: list[Config]) -> None:
     """Train each, one after the other, in the same processes."""
     for number, config in enumerate(configs):
         train_one(config, worker, number)
+
+
+def trained(config: Config) -> list[dict[str, Any]]:
+    """The records of a run in its own processes."""
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    run_world(train_each, config, run_dir.parent / "world", [config])
+    return read_jsonl(run_dir / "metrics.jsonl")
 
 
 def assert_goes_on(config: Config, folder: Path) -> None:

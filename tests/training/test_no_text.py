@@ -17,8 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 import titanlike
 from support.cells import cells, meshes
 from support.models import tiny
-from support.runs import train_each
-from support.world import run_world
+from support.runs import trained
 from titanlike.core.config.groups.jobs import Checkpoint, Validation
 from titanlike.core.config.groups.optimization import ConstantLr, Mse
 from titanlike.core.config.groups.user_code import Custom, Model
@@ -26,7 +25,6 @@ from titanlike.core.config.groups.watching import Metrics
 from titanlike.core.config.schema import Config
 from titanlike.core.data.registry import DataError, open_data
 from titanlike.core.metrics.console import Console
-from titanlike.core.metrics.sinks import read_jsonl
 from titanlike.planning.estimate import make_estimate
 from titanlike.planning.estimate_text import as_data, as_text
 from titanlike.watch.report import read_history
@@ -94,12 +92,6 @@ LAYOUTS, MORE_LAYOUTS = meshes("pp=2 dp=2"), meshes("dp=4", "pp=3")
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return trained(unet(tmp_path_factory.mktemp("alone")))
-
-
-def trained(config: Config) -> list[dict[str, Any]]:
-    Path(config.run_dir).mkdir()
-    run_world(train_each, config, Path(config.run_dir).parent / "world", [config])
-    return read_jsonl(Path(config.run_dir) / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("layout", cells(LAYOUTS, MORE_LAYOUTS))

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from support.cells import cells, meshes
 from support.models import tiny
-from support.runs import train_each
-from support.world import run_world
+from support.runs import trained
 from titanlike.core.config.errors import ConfigError
 from titanlike.core.config.groups.computation import Numerics
 from titanlike.core.config.groups.data import TokenData
@@ -26,7 +25,6 @@ from titanlike.core.config.schema import Config
 from titanlike.core.data.loader import batches
 from titanlike.core.data.registry import open_data
 from titanlike.core.data.sources import IGNORE
-from titanlike.core.metrics.sinks import read_jsonl
 from titanlike.core.training.measured import MEASURED
 from titanlike.core.training.preflight import preflight
 from titanlike.use.generate import load_model
@@ -114,9 +112,7 @@ def test_a_custom_metric_matches_plain_torch_in_every_layout(
     layout: dict[str, Any], tmp_path: Path
 ) -> None:
     config = config_in(tmp_path, **layout)
-    Path(config.run_dir).mkdir()
-    run_world(train_each, config, tmp_path / "world", [config])
-    rows = {row["step"]: row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")}
+    rows = {row["step"]: row for row in trained(config)}
     for step in (2, 4):
         expected = plain(config, step)
         found = {name: rows[step][name] for name in expected}
@@ -130,10 +126,7 @@ def test_custom_metrics_are_bitwise_equal_in_exact_layouts(tmp_path: Path) -> No
     for layout in ({}, {"pp": 2}, {"dp": 2}):
         folder = tmp_path / "-".join(layout)
         folder.mkdir(exist_ok=True)
-        config = config_in(folder, numerics=Numerics(name="exact"), **layout)
-        Path(config.run_dir).mkdir()
-        run_world(train_each, config, folder / "world", [config])
-        rows = read_jsonl(folder / "run" / "metrics.jsonl")
+        rows = trained(config_in(folder, numerics=Numerics(name="exact"), **layout))
         keys = ("margin", "val_margin", "accuracy", "val_loss")
         found.append([row.get(key) for row in rows for key in keys])
     assert found[0] == found[1] == found[2] and any(found[0])
