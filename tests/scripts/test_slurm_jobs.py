@@ -23,6 +23,8 @@ import psutil
 import pytest
 
 from support.paths import ROOT
+from support.records import numbers
+from support.run_files import last_step, result
 from support.waiting import until
 
 TOOLS = ROOT / "tools" / "slurm"
@@ -260,12 +262,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def steps(run_dir: Path) -> list[int]:
-    path = run_dir / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.open()] if path.exists() else []
-
-
-def result(run_dir: Path) -> dict:
-    return json.loads((run_dir / "result.json").read_text())
+    return [step for step, *_ in numbers(run_dir)]
 
 
 def log(folder: Path) -> str:
@@ -279,7 +276,7 @@ def test_a_preempted_job_on_two_nodes_is_requeued_and_resumes(
     words = [*TINY, "dp=2", "steps=150"]
     job = cluster.submit("train.sbatch", *words, options=("--nodes=2",), cwd=folder)
     run_dir = folder / "outputs" / f"slurm-{job}"
-    until(lambda: len(steps(run_dir)) > 2, timeout=120)
+    until(lambda: last_step(run_dir) > 2, timeout=120)
     cluster.ask("scancel", "--signal=USR1", "--batch", job)
     ended = cluster.wait(job)
     text = log(folder)
@@ -333,11 +330,11 @@ def test_a_job_that_its_user_cancels_saves_and_stays_cancelled(
 ) -> None:
     job = cluster.submit("train_srun.sbatch", *TINY, "steps=100000", cwd=folder)
     run_dir = folder / "outputs" / f"slurm-{job}"
-    until(lambda: len(steps(run_dir)) > 2, timeout=120)
+    until(lambda: last_step(run_dir) > 2, timeout=120)
     cluster.ask("scancel", job)
     assert cluster.wait(job)["JobState"] == "CANCELLED"
     assert result(run_dir)["status"] == "stopped", log(folder)
-    last = steps(run_dir)[-1]
+    last = last_step(run_dir)
     assert (run_dir / "checkpoints" / f"step-{last:08d}" / "COMMITTED").exists()
     assert "requeued" not in log(folder)
 
