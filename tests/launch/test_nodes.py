@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from support.launched import Launched
 from support.paths import ROOT
 from support.records import numbers
 from support.run_files import config_of
+from support.saved_runs import events
 from support.waiting import until
 from support.world import run_world
 from titanlike.core.launch.environment import RestartState
@@ -97,18 +97,6 @@ SHORT += [f"checkpoint.every={EVERY}"]
 def machines_may_rejoin(monkeypatch: pytest.MonkeyPatch) -> None:
     """As documented: otherwise a restarted torchrun does not find torch's own store."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-
-
-def events(run_dir: Path, kind: str) -> list[dict]:
-    path = run_dir / "events.jsonl"
-    all_events = [json.loads(line) for line in path.open()] if path.exists() else []
-    return [event for event in all_events if event["event"] == kind]
-
-
-def losses(run_dir: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
-    assert len({record["step"] for record in records}) == len(records)
-    return {record["step"]: record["loss"] for record in records}
 
 
 def ends(*machines: Launched) -> list[int]:
