@@ -14,6 +14,7 @@ import torch
 
 from support.families import moe
 from support.models import tiny
+from support.records import losses
 from support.saved_runs import checkpoint, reseal
 from support.saved_state import checkpointer_of, fill, local, opened, tensors
 from support.world import run_world
@@ -168,12 +169,9 @@ def test_a_run_resumed_in_another_layout_matches_one_process(tmp_path: Path) -> 
     for steps, config in layouts:
         saving = Checkpoint(last=True, model_only="bf16")
         run_world(train, replace(config, steps=steps, checkpoint=saving), tmp_path / "moved")
-    losses = [
-        [row["loss"] for row in read_jsonl(tmp_path / run / "metrics.jsonl")]
-        for run in ("whole", "moved")
-    ]
-    assert len(losses[1]) == 4
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    moved = losses(tmp_path / "moved")
+    assert len(moved) == 4
+    assert moved == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
     sizes = []
     for step in (1, 4):  # of tp=2, of pp=2
         folder = Storage(tmp_path / "moved" / "checkpoints" / f"model-{step:08d}")

@@ -21,6 +21,7 @@ from support.families import gpt_oss, hf, llama, moe
 from support.hf_tiny import model_of, tiny_hf
 from support.models import tiny
 from support.proven import assert_proven
+from support.records import losses
 from support.world import run_world
 from titanlike.core.config.errors import ConfigError
 from titanlike.core.config.groups.computation import (
@@ -35,7 +36,6 @@ from titanlike.core.config.schema import Config
 from titanlike.core.device import accelerator, nvml
 from titanlike.core.device.accelerator import multiplies_float8
 from titanlike.core.distributed.placement import experts_of, in_bf16
-from titanlike.core.metrics.sinks import read_jsonl
 from titanlike.core.models.registry import build_model, resolve_model
 from titanlike.core.training.loop import train
 from titanlike.core.training.preflight import preflight
@@ -526,10 +526,7 @@ def test_every_mesh_axis_matches_one_process_in_float8(config: Config, tmp_path:
     config = replace(config, validation=Validation(every=0), steps=20)
     run_world(train, config, tmp_path / "layout", timeout=300)
     run_world(train, in_one_process(config), tmp_path / "one", timeout=300)
-    many, one = (
-        [row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")]
-        for name in ("layout", "one")
-    )
+    many, one = (losses(tmp_path / name) for name in ("layout", "one"))
     assert len(many) == 20 and many == pytest.approx(one, rel=2e-3)
     assert_proven(replace(config, validation=Validation(), verify=Verify(steps=1)), tmp_path, 300)
 
@@ -545,9 +542,6 @@ def test_a_run_resumes_in_another_precision_and_back(tmp_path: Path) -> None:
     for step, precision in enumerate((FLOAT8, Precision("fp32"), BF16, FLOAT8), 3):
         run_world(train, replace(config, steps=step, precision=precision), tmp_path / "changing")
     run_world(train, replace(config, steps=6, precision=Precision("fp32")), tmp_path / "fp32")
-    changing, exact = (
-        [row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")]
-        for name in ("changing", "fp32")
-    )
+    changing, exact = (losses(tmp_path / name) for name in ("changing", "fp32"))
     assert len(changing) == len(exact) == 6
     assert changing == pytest.approx(exact, rel=2e-3) and changing[0] != exact[0]

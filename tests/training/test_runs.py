@@ -16,7 +16,7 @@ import pytest
 from support.commands import TINY, command
 from support.launched import Launched
 from support.paths import ROOT
-from support.records import numbers
+from support.records import losses, numbers
 from support.run_files import config_of, last_step, result
 from support.waiting import until
 from support.world import run_world
@@ -26,10 +26,6 @@ from titanlike.core.config.schema import Config
 from titanlike.core.training.loop import train
 
 TRAIN = ROOT / "train.py"
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").open()]
 
 
 @pytest.mark.slow
