@@ -62,13 +62,14 @@ class Stage(nn.Module):
     def add_forwards(
         self, shapes: Hashable, graphs: dict[bool, StageGraph], index: int, device: torch.device
     ) -> None:
-        """Generate the forwards for batches of these shapes.
+        """Generate and select the forwards for batches of these shapes.
 
         graphs: by `self.training`; index: the stage's.
         """
         for training, graph in graphs.items():
             writer = _Writer(self, graph, first=index == 0, device=device)
             self.source, self._forwards[shapes, training] = writer.compiled()
+        self._selected = shapes
 
     def select_forward(self, shapes: Hashable) -> None:
         """Use the forward for batches of these shapes from now on."""
