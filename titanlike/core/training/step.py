@@ -101,8 +101,8 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
         squares = norms.new_zeros(())
     else:
         norms = gradient_norms([*run.owned.values()])
-        shares = 1.0 if run.shares is None else run.shares
-        squares = (norms.square() * shares).sum()
+        squares = norms.square()
+        squares = (squares if run.shares is None else squares * run.shares).sum()
     run.phases.begin("agree")
     more = taken(Measuring(run, config, norms, terms), step)
     summed = [(entry, value) for entry, value in more if entry.reduce == "sum"]
